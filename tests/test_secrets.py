@@ -38,7 +38,7 @@ def test_what_is_sealed_opens(place: tuple[str, str, str], value: bytes) -> None
 def test_it_opens_nowhere_else(one: tuple[str, str, str], other: tuple[str, str, str], value: bytes) -> None:
     sealed = VAULT.seal(*one, value)  # type: ignore[arg-type]
     if one != other:
-        with pytest.raises(PlatformError, match="changed where it is stored"):
+        with pytest.raises(PlatformError, match="changed in the database"):
             VAULT.unseal(*other, sealed)  # type: ignore[arg-type]
 
 

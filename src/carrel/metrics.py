@@ -1,7 +1,7 @@
-"""What is measured: every metric declared once, in one registry of its own. Knows nothing of who measures.
+"""The metrics of a control plane, each declared once.
 
-Label values come from closed sets of the code, never from a request, and their number is bounded besides. Only the
-two metrics of a workspace name its context; they show the workspaces used last and go when the workspace goes.
+Label values come from closed sets in the code, never from a request, and their number is bounded. Only the two metrics
+of a workspace name its context; they cover the most recently used workspaces and end with the workspace.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from carrel.errors import BY_CODE, CarrelError
 from carrel.models import State, SyncDirection
 
 MOST_CONTEXTS = 10_000
-"""How many workspaces have metrics of their own."""
+"""The most workspaces with metrics."""
 MOST_SERIES = 1_000
-"""How many label sets one metric may have; what comes after them is counted as `other`."""
+"""The most label sets of one metric; later ones are counted as `other`."""
 OTHER = "other"
 OK = "ok"
 CANCELLED = "cancelled"
@@ -52,7 +52,7 @@ _COUNTED = tuple(state for state in State if state is not State.TERMINATED)
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """One metric: its name, what it tells, and its labels with what they can be."""
+    """One metric: its name, its meaning, and its labels with their values."""
 
     name: str
     kind: Literal["histogram", "counter", "gauge"]
@@ -176,7 +176,7 @@ DECLARATIONS = (
 
 
 def outcome_of(error: BaseException | None) -> str:
-    """How something went, as a label: `ok`, the error's code, `cancelled`, or `unexpected` for what has no code."""
+    """Return the outcome of something as a label: `ok`, the error's code, `cancelled` or `unexpected`."""
     if error is None:
         return OK
     if isinstance(error, CarrelError):
@@ -188,7 +188,7 @@ Child = TypeVar("Child", bound=MetricWrapperBase)
 
 
 class _Series(Generic[Child]):
-    """The series of one metric by their label values, found without the library's lock; bounded."""
+    """The series of one metric by label values, looked up without the library's lock; bounded."""
 
     def __init__(self, metric: Child):
         self._metric = metric
@@ -206,7 +206,7 @@ class _Series(Generic[Child]):
 
 
 class _Workspaces(Collector):
-    """The metrics of single workspaces, made when they are asked for."""
+    """The metrics of single workspaces, made when they are collected."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -216,7 +216,7 @@ class _Workspaces(Collector):
     def set(self, context_id: str, size: int, last_accessed: float, namespace: str, agent: str) -> None:
         with self._lock:
             self._known[context_id] = (last_accessed, size, namespace, agent)
-            if len(self._known) > self._most + self._most // 10:  # a cut each time would sort for each
+            if len(self._known) > self._most + self._most // 10:  # cutting at each call would sort at each call
                 self._known = dict(self._newest())
 
     def forget(self, context_id: str) -> None:
@@ -244,7 +244,7 @@ class _Workspaces(Collector):
 
 
 class Metrics:
-    """The metrics of one control plane. Every call is quick and never fails; it may come from any thread."""
+    """The metrics of one control plane. Every method is fast, never fails and may be called from any thread."""
 
     def __init__(self, *, most_contexts: int = MOST_CONTEXTS) -> None:
         self._registry = CollectorRegistry()
@@ -274,56 +274,56 @@ class Metrics:
         self.sandboxes({})
 
     def operated(self, kind: str, name: str, outcome: str, seconds: float) -> None:
-        """An operation was admitted and has ended, or was refused; `outcome` as `outcome_of` gives it."""
+        """Count an operation that ended or was refused; `outcome` is from `outcome_of`."""
         self._operations[kind, name, _known(outcome)].observe(seconds)
 
     def mcp_called(self, origin: Literal["context", "platform"], outcome: str, seconds: float) -> None:
-        """A request to an MCP server was answered, or failed."""
+        """Count a request to an MCP server."""
         self._mcp_calls[origin, outcome if outcome in _MCP_OUTCOMES else UNEXPECTED].observe(seconds)
 
     def mcp_discovered(self, outcome: str, seconds: float) -> None:
-        """An MCP server was asked what it offers, or could not be."""
+        """Count a discovery of an MCP server's tools."""
         self._mcp_discoveries[_known(outcome),].observe(seconds)
 
     def let_out(self, protocol: str, outcome: str, received: int, sent: int, seconds: float) -> None:
-        """A connection or request of a sandbox to the outside ended, or was refused."""
+        """Count an outbound connection or request of a sandbox that ended or was refused."""
         shown = protocol if protocol in _EGRESS_PROTOCOLS else OTHER
         self._egress[shown, outcome if outcome in _EGRESS_OUTCOMES else UNEXPECTED].observe(seconds)
         self._egress_in.inc(max(0, received))
         self._egress_out.inc(max(0, sent))
 
     def started(self, provider: str, kind: Literal["fresh", "resume"], seconds: float) -> None:
-        """A sandbox takes commands: a new one, or one on a workspace that was there."""
+        """Count a started sandbox: a fresh one, or one on an existing workspace."""
         self._starts[provider, kind].observe(seconds)
 
     def snapshotted(self, driver: str, outcome: str, seconds: float) -> None:
-        """A snapshot was taken, or could not be."""
+        """Count a snapshot."""
         self._snapshots[driver, _known(outcome)].observe(seconds)
 
     def restored(self, seconds: float) -> None:
-        """A workspace has the files of a snapshot."""
+        """Count a restored workspace."""
         self._restores.observe(seconds)
 
     def archived(self, outcome: str, seconds: float, size: int) -> None:
-        """A snapshot went into the archive, or could not; `size` bytes were sent."""
+        """Count an archived snapshot, for which `size` bytes were sent."""
         self._archives[_known(outcome),].observe(seconds)
         self._archive_bytes.inc(max(0, size))
 
     def synced(self, direction: SyncDirection, outcome: str, seconds: float) -> None:
-        """A workspace was synced with its filespace, or could not be."""
+        """Count a sync of a workspace with its filespace."""
         self._syncs[direction.value, _known(outcome)].observe(seconds)
 
     def sandboxes(self, counts: Mapping[State, int]) -> None:
-        """How many sessions there are in each state now; a state that is not named has none."""
+        """Set the number of sessions in each state; a missing state has none."""
         for state in _COUNTED:
             self._states[state.value,].set(counts.get(state, 0))
 
     def routed(self, outcome: str) -> None:
-        """A call without a context ended, or was refused."""
+        """Count a call without a context that ended or was refused."""
         self._routed[_known(outcome),].inc()
 
     def router(self, waiting: int, busy: int, idle: int, memory_bytes: int) -> None:
-        """How many calls without a context wait, and what their sandboxes do now."""
+        """Set how many calls without a context wait, and the state of their sandboxes."""
         self._router_waiting.set(waiting)
         self._router_memory.set(memory_bytes)
         self._router_sandboxes["busy",].set(busy)
@@ -332,27 +332,27 @@ class Metrics:
     def workspace(
         self, context_id: str, size: int, last_accessed: float, *, namespace: str = "default", agent: str = ""
     ) -> None:
-        """What a workspace holds, and when it was last used (seconds since 1970)."""
+        """Set the size of a workspace, and when it was last used (seconds since 1970)."""
         self._workspaces.set(context_id, size, last_accessed, namespace, agent)
 
     def forget(self, context_id: str) -> None:
-        """A workspace is gone, and its metrics with it."""
+        """Remove the metrics of a workspace."""
         self._workspaces.forget(context_id)
 
     def volume(self, used: int, capacity: int) -> None:
-        """How full the volume is that holds the workspaces."""
+        """Set how full the volume of the workspaces is."""
         self._volume_used.set(used)
         self._volume_capacity.set(capacity)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Everything as text with its media type: OpenMetrics when `accept` has it, else the older format. Blocking."""
+        """Return everything as text with its media type: OpenMetrics if `accept` has it, else the older format."""
         if OPENMETRICS in accept:
             text: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
             return text, openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def families(self) -> Iterator[Metric]:
-        """Everything as the library has it."""
+        """Return everything as objects of the library."""
         return iter(self._registry.collect())
 
     def _histogram(self, declared: Declaration) -> Histogram:

@@ -1,8 +1,7 @@
-"""Secrets at rest: seals values so that whoever has only the database has nothing. Knows keys and names, not where
-sealed values are kept nor who may have them.
+"""Encryption of secrets: values are sealed so that the database alone does not reveal them.
 
-A sealed value is bound to its place, the context or template and the name it was sealed for: moved to another row it
-does not open. Each one says which key sealed it, so that a key can be changed while the old one is still at hand.
+A sealed value is bound to its place (context or template, and name): in another row it does not open. It names the key
+that sealed it, so that the key can be changed.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from pydantic import SecretBytes, SecretStr
 
 from carrel.errors import Conflict, InvalidRequest, PlatformError, TooLarge
+from carrel.primitives.atomic import sync_directory, write_file
 
 ScopeKind = Literal["context", "template"]
-"""What a secret belongs to."""
+"""The kind of thing that a secret belongs to."""
 
 SHORTEST, LARGEST = 4, 64 * 1024
-"""Bytes of a value. What is shorter would be found everywhere when it is taken out of outputs."""
+"""Size of a value in bytes. Redaction would find a shorter one everywhere in outputs."""
 
 KEY_FILE = "secret.key"
 NEXT_KEY_FILE = "secret.key.new"
-"""Beside `KEY_FILE` while the key is being changed."""
+"""Exists beside `KEY_FILE` while the key is being changed."""
 _KEY_BYTES, _NONCE_BYTES = 32, 12
 OVERHEAD = _NONCE_BYTES + 16
 """Bytes that sealing adds to a value."""
@@ -43,7 +43,7 @@ _SCOPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 def checked_name(name: str) -> str:
-    """The name of a secret, which is also the name of a file; `InvalidRequest` when it cannot be one."""
+    """Check the name of a secret, which is also the name of a file, and return it."""
     if not _NAME.fullmatch(name):
         raise InvalidRequest(
             "the name of a secret must be letters, digits and _.-, at most 128, a letter or _ first",
@@ -54,7 +54,7 @@ def checked_name(name: str) -> str:
 
 
 def checked_value(value: bytes | str) -> bytes:
-    """The bytes of a value; `InvalidRequest` when it is too short to be kept out of outputs, `TooLarge` beyond 64 KiB.
+    """Return the bytes of a value; `InvalidRequest` when it is too short to redact, `TooLarge` beyond 64 KiB.
 
     No error quotes it.
     """
@@ -63,7 +63,7 @@ def checked_value(value: bytes | str) -> bytes:
         raise TooLarge(f"a secret may have at most {LARGEST} bytes", field="value", hint="keep large files elsewhere")
     if len(data.strip()) < SHORTEST:
         raise InvalidRequest(
-            f"a secret needs at least {SHORTEST} bytes: a shorter one cannot be taken out of outputs, "
+            f"a secret needs at least {SHORTEST} bytes: a shorter one cannot be redacted from outputs, "
             "because it would be found everywhere",
             field="value",
             hint="use a longer secret",
@@ -73,7 +73,7 @@ def checked_value(value: bytes | str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Sealed:
-    """A value that only the key it names opens."""
+    """An encrypted value and the id of its key."""
 
     key_id: str
     data: bytes = field(repr=False)
@@ -88,54 +88,54 @@ class Vault:
         self._cipher = AESGCM(key)
         self._key = key
         self.key_id = hashlib.sha256(b"carrel secret key\0" + key).hexdigest()[:16]
-        """Names the key and tells nothing of it."""
+        """Identifies the key without revealing it."""
 
     def __repr__(self) -> str:
         return f"<Vault with key {self.key_id}>"
 
     @classmethod
     def open(cls, data_dir: str, key: SecretStr | None = None) -> Vault:
-        """A vault with the key of the settings, or the one kept in `secret.key` of the data directory, made on first
-        use. `PlatformError` when that file cannot be used or others may read it, `Conflict` while it is being changed.
+        """Open a vault with the key of the settings, or the one in `secret.key` of the data directory, which is made on
+        first use. `PlatformError` when that file is unusable or others may read it, `Conflict` while it is changed.
         """
         return cls(decoded_key(key.get_secret_value(), "secret_key") if key else _kept_key(data_dir))
 
     @classmethod
     def of_file(cls, path: str, field: str) -> Vault:
-        """A vault with the key that a file holds. `PlatformError` as for the kept one."""
+        """Open a vault with the key in a file; `PlatformError` as for `open`."""
         return cls(_read_key(path, field))
 
     def derived(self, purpose: str) -> bytes:
-        """A key for another purpose, the same on every server that has this one."""
+        """Derive a key for another purpose, the same on every server with this key."""
         return hmac.new(self._key, f"carrel {purpose}".encode(), hashlib.sha256).digest()
 
     def seal(self, kind: ScopeKind, scope: str, name: str, value: bytes | str) -> Sealed:
-        """Seal a value for its place. Refuses what `checked_name` and `checked_value` do."""
+        """Seal a value for its place. Raises what `checked_name` and `checked_value` raise."""
         place = _place(kind, scope, name)
         nonce = os.urandom(_NONCE_BYTES)
         return Sealed(self.key_id, nonce + self._cipher.encrypt(nonce, checked_value(value), place))
 
     def unseal(self, kind: ScopeKind, scope: str, name: str, sealed: Sealed) -> SecretBytes:
-        """The value sealed for that place; `PlatformError` when another key sealed it or it is not what was sealed."""
+        """Return the value sealed for that place; `PlatformError` when another key sealed it or it was changed."""
         place = _place(kind, scope, name)
         if sealed.key_id != self.key_id:
             raise PlatformError(
                 f"the secret {name} was sealed with key {sealed.key_id}, and this server has key {self.key_id}",
                 field="secret_key",
-                hint="give every server on the database the same secret_key, or put the secret again",
+                hint="give every server of the database the same secret_key, or set the secret again",
             )
         try:
             return SecretBytes(self._cipher.decrypt(sealed.data[:_NONCE_BYTES], sealed.data[_NONCE_BYTES:], place))
         except (InvalidTag, ValueError):
             raise PlatformError(
-                f"the secret {name} was changed where it is stored, or moved from another place",
+                f"the secret {name} was changed in the database, or moved from another place",
                 field="name",
-                hint="put the secret again",
+                hint="set the secret again",
             ) from None
 
 
 class SealedRecord(Protocol):
-    """A stored secret, as far as changing its key has to know it."""
+    """The fields of a stored secret that a change of its key needs."""
 
     @property
     def kind(self) -> ScopeKind: ...  # noqa: D102
@@ -152,38 +152,38 @@ class SealedRecord(Protocol):
 
 
 class FormerRecord(SealedRecord, Protocol):
-    """A stored value that a secret had."""
+    """A stored former value of a secret."""
 
     @property
     def id(self) -> int: ...  # noqa: D102
 
 
 class SealedStore(Protocol):
-    """Where sealed values are kept, as far as changing their key has to know it."""
+    """The methods of a store that a change of the key needs."""
 
     async def sealed_with(self, key_id: str, *, limit: int, skip: int = 0) -> Sequence[SealedRecord]:
-        """Some secrets that this key sealed, without the first `skip`."""
+        """Return some secrets that this key sealed, without the first `skip`."""
 
     async def reseal(self, kind: ScopeKind, scope: str, name: str, *, version: int, sealed: bytes, key_id: str) -> bool:
-        """Replace the sealed bytes of that version; False when it has changed since."""
+        """Replace the sealed bytes of this version; False when the secret has changed since."""
 
     async def former_sealed_with(self, key_id: str, *, limit: int, skip: int = 0) -> Sequence[FormerRecord]:
-        """Some former values that this key sealed, without the first `skip`."""
+        """Return some former values that this key sealed, without the first `skip`."""
 
     async def reseal_former(self, id: int, *, sealed: bytes, key_id: str) -> bool:
-        """Replace the sealed bytes of a former value; False when it is forgotten since."""
+        """Replace the sealed bytes of a former value; False when it was deleted since."""
 
 
 class Resealed(NamedTuple):
-    """How many were sealed again."""
+    """How many values were sealed again."""
 
     secrets: int
     former: int
 
 
 async def rewrap(store: SealedStore, old: Vault, new: Vault, *, batch: int = 100) -> Resealed:
-    """Seal with `new` everything that `old` sealed, former values too, and say how many. Values and versions stay; may
-    be done twice, and ended anywhere. What was damaged and does not open is left as it is.
+    """Seal everything that `old` sealed with `new`, former values too, and return how many. Values and versions stay.
+    May be interrupted anywhere and repeated. Damaged values are left as they are.
     """
     done, former = 0, 0
     if old.key_id == new.key_id:
@@ -194,15 +194,9 @@ async def rewrap(store: SealedStore, old: Vault, new: Vault, *, batch: int = 100
             if (again := _again(record, old, new)) is None:
                 skip += 1
                 continue
-            # One that was put anew meanwhile is found again if the old key sealed it.
-            done += await store.reseal(
-                record.kind,
-                record.scope,
-                record.name,
-                version=record.version,
-                sealed=again.data,
-                key_id=again.key_id,
-            )
+            # If it was changed meanwhile, and sealed with the old key, the next query finds it again.
+            place, version = (record.kind, record.scope, record.name), record.version
+            done += await store.reseal(*place, version=version, sealed=again.data, key_id=again.key_id)
     skip = 0
     while remembered := await store.former_sealed_with(old.key_id, limit=batch, skip=skip):
         for each in remembered:
@@ -223,9 +217,8 @@ def _again(record: SealedRecord, old: Vault, new: Vault) -> Sealed | None:
 
 
 def next_key(data_dir: str, given: str | None = None) -> Vault:
-    """The key that is to replace the kept one: the one in the file `given`, or a new one. It is in a file beside the
-    kept one before this returns; what an interrupted change has left there is taken, and `Conflict` when another is
-    given.
+    """Return the key that will replace the current one: that in the file `given`, or a new one. It is stored in a file
+    beside the current one. The key of an interrupted change is used again; `Conflict` when `given` is another.
     """
     path = os.path.join(data_dir, NEXT_KEY_FILE)
     wanted = None if given is None else _read_key(given, "new_key")
@@ -235,7 +228,7 @@ def next_key(data_dir: str, given: str | None = None) -> Vault:
     found = Vault.of_file(path, "data_dir")
     if wanted is not None and Vault(wanted).key_id != found.key_id:
         raise Conflict(
-            f"a change to another key was begun: {path} holds it",
+            f"a change to another key has begun; {path} holds that key",
             field="new_key",
             hint="finish that one first: carrel secret rekey without --new-key",
         )
@@ -243,18 +236,20 @@ def next_key(data_dir: str, given: str | None = None) -> Vault:
 
 
 def replace_key(data_dir: str) -> None:
-    """Make the next key the kept one. The one before is gone."""
+    """Replace the current key by the next one; the former key is gone."""
     path = os.path.join(data_dir, KEY_FILE)
     with _usable(path, "data_dir"):
         for name in os.listdir(data_dir):
-            if re.fullmatch(rf"{re.escape(NEXT_KEY_FILE)}\.[0-9a-f]{{8}}", name):  # somebody was killed who made it
+            if re.fullmatch(
+                rf"{re.escape(NEXT_KEY_FILE)}\.([0-9a-f]{{8}}|[0-9a-f]{{16}}\.new)", name
+            ):  # of a killed process
                 os.unlink(os.path.join(data_dir, name))
         os.replace(os.path.join(data_dir, NEXT_KEY_FILE), path)
-        _sync_directory(path)
+        sync_directory(data_dir)
 
 
 def decoded_key(text: str, field: str) -> bytes:
-    """The bytes of a key written in base64; `InvalidRequest` when it is not one. The error does not quote it."""
+    """Decode a key in base64; `InvalidRequest` when it is not one. The error does not quote it."""
     try:
         key = base64.b64decode(text.strip(), validate=True)
     except (binascii.Error, ValueError):
@@ -270,9 +265,7 @@ def decoded_key(text: str, field: str) -> bytes:
 
 def _place(kind: ScopeKind, scope: str, name: str) -> bytes:
     if kind not in {"context", "template"} or not _SCOPE.fullmatch(scope):
-        raise InvalidRequest(
-            "a secret belongs to a context or a template", field="scope", hint="name one that can exist"
-        )
+        raise InvalidRequest("a secret belongs to a context or a template", field="scope", hint="name a valid one")
     return json.dumps([kind, scope, checked_name(name)]).encode()
 
 
@@ -280,7 +273,7 @@ def _kept_key(data_dir: str) -> bytes:
     path = os.path.join(data_dir, KEY_FILE)
     if os.path.lexists(os.path.join(data_dir, NEXT_KEY_FILE)):
         raise Conflict(
-            "the key of the secrets is being changed, and some may be sealed with the new one already",
+            "the key of the secrets is being changed, and some are already sealed with the new one",
             field="data_dir",
             hint="finish it: carrel secret rekey",
         )
@@ -310,9 +303,9 @@ def _read_key(path: str, field: str) -> bytes:
         return decoded_key(text.decode("ascii", "replace"), field)
     except InvalidRequest:
         raise PlatformError(
-            f"{path} holds no key",
+            f"{path} does not contain a key",
             field=field,
-            hint="bring it back from a backup; without it stored secrets cannot be opened"
+            hint="restore it from a backup; without it stored secrets cannot be opened"
             if field == "data_dir"
             else "it must be 32 bytes in base64, as `head -c 32 /dev/urandom | base64` makes them",
         ) from None
@@ -331,24 +324,8 @@ def _usable(path: str, field: str) -> Iterator[None]:
 
 
 def _make_key(path: str, key: bytes | None = None) -> None:
-    """Make the file whole or not at all; of two that make it at once, one wins."""
-    temporary = f"{path}.{os.urandom(4).hex()}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(base64.b64encode(key or os.urandom(_KEY_BYTES)) + b"\n")
-            file.flush()
-            os.fsync(fd)
-        with suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        os.unlink(temporary)
-    _sync_directory(path)
-
-
-def _sync_directory(path: str) -> None:
-    directory = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    """Write the file durably; of two processes that do this at once, one wins and both then read the same key."""
+    with suppress(FileExistsError):
+        text = base64.b64encode(key or os.urandom(_KEY_BYTES)) + b"\n"
+        write_file(path, text, durable=True, replace=False)
+    sync_directory(os.path.dirname(path) or ".")

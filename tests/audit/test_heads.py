@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.audit import SigningKey
-from carrel.audit.heads import Head
+from carrel.audit.keys import Head
 
 
 def test_nothing_of_a_head_can_be_changed(key: SigningKey, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from carrel.audit import Ending, Entry, SigningKey, Verdict, verify
 from carrel.audit.export import end_message, head_line, line
-from carrel.audit.heads import Head
+from carrel.audit.keys import Head
 from carrel.audit.records import genesis, link, row
 
 KEY = SigningKey(Ed25519PrivateKey.from_private_bytes(b"k" * 32))
@@ -147,15 +147,15 @@ def test_the_words_for_each() -> None:
     records = [text for text in A if text.startswith(b'{"hash"')]
     cases = {
         "record is missing": [text for text in A if text is not records[3]],
-        "stands here again": [*A[:3], A[2], *A[3:]],
-        "of the chain context:b": [*A[:3], B[1], *A[3:]],
+        "is here a second time": [*A[:3], A[2], *A[3:]],
+        "belongs to the chain context:b": [*A[:3], B[1], *A[3:]],
         "it has 12 records": A[:-3],
         "is missing": [text for text in A if not text.startswith(b'{"head"') or b'"seq":5' not in text],
-        "stands here again ": [*A, *A],
+        "is here a second time ": [*A, *A],
         "outside of any chain": A[1:],
-        "no line of an export": [b'{"what":1}\n', *A],
+        "not a line of an export": [b'{"what":1}\n', *A],
         "not JSON": [*A, b"hello\n"],
-        "no JSON object": [*A, b"[]\n"],
+        "not a JSON object": [*A, b"[]\n"],
     }
     for words, lines in cases.items():
         broken = check(sealed(lines)).broken
@@ -190,15 +190,15 @@ def test_a_pruned_chain_starts_with_its_head() -> None:
     assert not check(sealed(empty[:1])).ok
     assert not check(sealed([line({"chain": "context:a", "start": 0, "seq": 0, "hash": ""})])).ok
     other = [line({"chain": "context:a", "start": 5, "seq": 5, "hash": "00" * 32}), pruned[1]]
-    assert "does not end in the hash" in str(check(sealed(other)).broken)
+    assert "does not end with the hash" in str(check(sealed(other)).broken)
 
 
 def test_an_older_export_shows_what_was_taken_away() -> None:
     old = check(sealed([*chain("context:a", records=7), *B])).tips
     assert check(GOOD, tips=old).ok, "a chain may grow"
     shorter = check(sealed([*chain("context:a", records=5), *B]), tips=old).broken
-    assert shorter is not None and "taken away" in shorter.why and shorter.seq == 6
-    assert "is not there" in str(check(sealed(A), tips=old).broken)
+    assert shorter is not None and "were removed" in shorter.why and shorter.seq == 6
+    assert "is missing" in str(check(sealed(A), tips=old).broken)
     rewritten = check(GOOD, tips={**old, "context:a": (7, "00" * 32)}).broken
     assert rewritten is not None and (rewritten.seq, "older export" in rewritten.why) == (7, True)
     pruned = sealed(chain("context:a", first=9, records=3, before=b"h" * 32))

@@ -115,7 +115,7 @@ def test_export_and_verify_without_a_server(carrel: Carrel, alone: Carrel, serve
     carrel("export", "-o", str(later))
     assert alone("audit", "verify", str(later), "--earlier", str(packed)).returncode == 0
     back = alone("audit", "verify", str(plain), "--earlier", str(later))
-    assert back.returncode == 1 and b"taken away" in back.stderr
+    assert back.returncode == 1 and b"were removed" in back.stderr
 
     lines = plain.read_bytes().splitlines(keepends=True)
     broken = tmp_path / "broken.jsonl"

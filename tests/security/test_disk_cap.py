@@ -17,7 +17,8 @@ from tests.support.volumes import stored_bytes
 
 from carrel.models import Network
 from carrel.providers import Launch, open_providers
-from carrel.workspaces.volumes import BtrfsDriver, btrfs_ioctls, kernel
+from carrel.primitives import walk
+from carrel.workspaces.volumes import BtrfsDriver, btrfs_ioctls
 
 MB = 1 << 20
 CAP = 8 * MB
@@ -100,7 +101,7 @@ async def test_a_subvolume_of_ones_own(capped: Capped) -> None:
         return None
 
     assert await capped.attack(attack) == "None"
-    fd = os.open(capped.driver.path("a"), kernel.DIRECTORY)
+    fd = os.open(capped.driver.path("a"), walk.DIRECTORY)
     try:
         assert btrfs_ioctls.subvolumes_in(fd, btrfs_ioctls.number_of(fd)) == []
     finally:

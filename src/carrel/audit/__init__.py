@@ -1,7 +1,7 @@
-"""The audit log: what every operation leaves behind, linked, signed, searchable, and verifiable without carrel's help.
+"""The audit log: a record of every operation, chained by hashes, signed, searchable, and verifiable without the server.
 
-`records` and `heads` say what is hashed and signed, `log` writes, `search` finds, `export` and `verifying` are the two
-ends of a file that leaves the server. Knows no operation and no database.
+`records` and `keys` define the hashes and signatures, `log` writes, `search` finds, `export` writes a file that
+`verifying` checks. Knows no operation and no database.
 """
 
 from carrel.audit.keys import SigningKey, public_key

@@ -6,9 +6,8 @@
     {"hash":"…","record":{"chain":…,"seq":1,…}}                               its records and heads, in their order
     {"end":{"chains":1,"records":2000,"heads":2,"digest":"…","key":…,"signature":…}}
 
-A chain that was pruned starts with the head it was pruned up to. The last line signs everything before it. A chain
-must not be pruned while it is read: one that was, by another server, ends the export.
-Knows no database and no HTTP.
+A pruned chain starts with the head it was pruned up to. The last line signs everything before it. If another server
+prunes a chain while it is read, the export ends with an error.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from typing import Protocol
 import zstandard
 from blake3 import blake3
 
-from carrel.audit.heads import Head, Headlike
-from carrel.audit.keys import SigningKey
+from carrel.audit.keys import Head, Headlike, SigningKey
 from carrel.errors import Conflict
 
 VERSION = 1
@@ -32,37 +30,37 @@ END_DOMAIN = b"carrel audit export v1\n"
 
 
 Stored = tuple[int, bytes, str]
-"""seq, hash and bytes of a record as the store gives it back"""
+"""seq, hash and body of a record in the store"""
 
 
 class ExportStore(Protocol):
-    """What an export reads; `store.audit.AuditStore` has it."""
+    """The methods of a store that an export needs; `store.audit.AuditStore` has them."""
 
     async def chains(self, *, after: str = "", limit: int = 1000) -> Sequence[str]:
-        """Names of chains."""
+        """Return names of chains."""
 
     async def tip(self, chain: str) -> tuple[int, bytes, int]:
-        """Where a chain ends."""
+        """Return the end of a chain."""
 
     async def records(self, chain: str, *, after: int = 0, until: int, limit: int) -> Sequence[Stored]:
-        """Records in their order."""
+        """Return records in order."""
 
     async def heads(self, chain: str, *, after: int = 0, limit: int = 1000) -> Sequence[Headlike]:
-        """Heads in their order."""
+        """Return heads in order."""
 
 
 def line(value: object) -> bytes:
-    """A line, in the one way it is written."""
+    """Encode a line; `verify` compares it byte by byte."""
     return json.dumps(value, separators=(",", ":")).encode() + b"\n"
 
 
 def head_line(head: Headlike) -> bytes:
-    """A head as a line."""
+    """Encode a head as a line."""
     return line({"head": Head(*head)._asdict()})
 
 
 def end_message(chains: int, records: int, heads: int, digest: str) -> bytes:
-    """What the last line signs."""
+    """Return the message that the last line signs."""
     return END_DOMAIN + line([chains, records, heads, digest])
 
 
@@ -70,23 +68,23 @@ class _Writer:
     def __init__(self, key: SigningKey, compress: bool):
         self._key = key
         self._digest = blake3()
-        self._squeeze = zstandard.ZstdCompressor(level=3, write_checksum=True).compressobj() if compress else None
+        self._compressor = zstandard.ZstdCompressor(level=3, write_checksum=True).compressobj() if compress else None
         self.chains = self.records = self.heads = 0
 
     def write(self, lines: Iterable[bytes]) -> bytes:
         data = b"".join(lines)
         self._digest.update(data)
-        return self._squeezed(data)
+        return self._compressed(data)
 
     def end(self) -> bytes:
         digest = self._digest.hexdigest()
         signature = self._key.sign(end_message(self.chains, self.records, self.heads, digest))
-        said = {"chains": self.chains, "records": self.records, "heads": self.heads, "digest": digest}
-        data = self._squeezed(line({"end": {**said, "key": self._key.public, "signature": signature}}))
-        return data if self._squeeze is None else data + self._squeeze.flush()
+        summary = {"chains": self.chains, "records": self.records, "heads": self.heads, "digest": digest}
+        data = self._compressed(line({"end": {**summary, "key": self._key.public, "signature": signature}}))
+        return data if self._compressor is None else data + self._compressor.flush()
 
-    def _squeezed(self, data: bytes) -> bytes:
-        return data if self._squeeze is None else self._squeeze.compress(data)
+    def _compressed(self, data: bytes) -> bytes:
+        return data if self._compressor is None else self._compressor.compress(data)
 
 
 async def export(
@@ -100,12 +98,11 @@ async def export(
     chains: Sequence[str] | None = None,
     compress: bool = False,
 ) -> AsyncIterator[bytes]:
-    """The file in pieces. `seal` signs what is to be exported; what is written meanwhile is not in it. While a chain
-    is `reading`, this server does not prune it.
+    """Yield the file in pieces. `seal` signs the chains first; records written later are not exported. During
+    `reading` of a chain this server does not prune it.
     """
     writer = _Writer(key, compress)
     yield writer.write([line({"carrel-audit": VERSION, "exported_at": clock(), "node": node, "key": key.public})])
-    after = ""
     names = sorted(set(chains)) if chains is not None else await store.chains()
     while names:
         await seal(names)
@@ -113,8 +110,7 @@ async def export(
             async with reading(name):
                 async for piece in _chain(store, writer, name):
                     yield piece
-        after = names[-1]
-        names = [] if chains is not None else await store.chains(after=after)
+        names = [] if chains is not None else await store.chains(after=names[-1])
     yield writer.end()
 
 
@@ -152,5 +148,4 @@ async def _chain(store: ExportStore, writer: _Writer, name: str) -> AsyncIterato
 
 
 def _pruned(name: str) -> Conflict:
-    """What was read so far is no export."""
     return Conflict(f"the chain {name} was pruned while it was read", field="chain", hint="export again")

@@ -1,14 +1,16 @@
-"""The key of a server's audit log: it signs heads and exports, and keys the hashes of arguments. Knows no record.
+"""The key of a server's audit log, which signs heads and exports and keys the hashes of arguments; and signed heads.
 
-One file, made at the first start. Whoever has it can forge; whoever has only the public key can check.
+The key is one file, made at the first start. Its owner can forge records; the public key is enough to verify them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
 from contextlib import suppress
+from typing import NamedTuple
 
 from blake3 import blake3
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -16,12 +18,17 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from carrel.errors import InvalidRequest, PlatformError
+from carrel.primitives.atomic import write_file
 
 FILE = "audit.key"
 _ARGUMENTS = "carrel 2026 audit log: hashes of arguments"
 _PUBLIC = re.compile(r"[0-9a-f]{64}")
 _SIGNATURE = re.compile(r"[0-9a-f]{128}")
 _MAX = 4096
+_HEAD_DOMAIN = b"carrel audit head v1\n"
+
+Headlike = tuple[str, int, str, int, float, str, str]
+"""The fields of a `Head` as the store returns them."""
 
 
 class SigningKey:
@@ -37,9 +44,9 @@ class SigningKey:
 
     @classmethod
     def load(cls, data_dir: str) -> SigningKey:
-        """The key in a data directory, made when there is none.
+        """Load the key of a data directory; makes one if it is missing.
 
-        `PlatformError` when the file is not a key, or others could have read or changed it.
+        `PlatformError` when the file is not a key, or other users could have read or changed it.
         """
         path = os.path.join(data_dir, FILE)
         try:
@@ -81,7 +88,7 @@ class SigningKey:
         )
 
     def sign(self, message: bytes) -> str:
-        """The signature of a message, in hexadecimal."""
+        """Return the signature of a message, in hexadecimal."""
         return self._key.sign(message).hex()
 
 
@@ -89,21 +96,12 @@ def _make(path: str) -> None:
     text = Ed25519PrivateKey.generate().private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    temporary = f"{path}.{os.getpid()}.{os.urandom(4).hex()}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(fd)
-        with suppress(FileExistsError):
-            os.link(temporary, path)  # unlike a rename it never replaces the key of one who was quicker
-    finally:
-        os.unlink(temporary)
+    with suppress(FileExistsError):  # another process was quicker; its key stays
+        write_file(path, text, durable=True, replace=False)
 
 
 def public_key(text: str) -> str:
-    """A public key as given by a person, in the one form it is compared in; `InvalidRequest` when it is none."""
+    """Normalize a public key that a person typed; `InvalidRequest` when it is not valid."""
     key = text.strip().lower()
     if not _PUBLIC.fullmatch(key):
         raise InvalidRequest(
@@ -113,7 +111,7 @@ def public_key(text: str) -> str:
 
 
 def signed(public: str, signature: str, message: bytes) -> bool:
-    """Whether the owner of a public key signed exactly this message; both in lower-case hexadecimal."""
+    """Return whether the owner of a public key signed exactly this message; both in lower-case hexadecimal."""
     if not _PUBLIC.fullmatch(public) or not _SIGNATURE.fullmatch(signature):
         return False
     try:
@@ -121,3 +119,31 @@ def signed(public: str, signature: str, message: bytes) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
+
+
+class Head(NamedTuple):
+    """A signature over a position in a chain. `records` counts the records since the head before, so a missing head
+    leaves a gap.
+    """
+
+    chain: str
+    seq: int
+    hash: str
+    records: int
+    at: float
+    key: str
+    signature: str
+
+    @classmethod
+    def signed(cls, key: SigningKey, chain: str, seq: int, hash: str, records: int, at: float) -> Head:
+        """Make a head signed by this key."""
+        at = round(at, 6)
+        return cls(chain, seq, hash, records, at, key.public, key.sign(_message(chain, seq, hash, records, at)))
+
+    def genuine(self) -> bool:
+        """Return whether its key signed it. Whether to trust that key is up to the caller."""
+        return signed(self.key, self.signature, _message(self.chain, self.seq, self.hash, self.records, self.at))
+
+
+def _message(chain: str, seq: int, hash: str, records: int, at: float) -> bytes:
+    return _HEAD_DOMAIN + json.dumps([chain, seq, hash, records, at], separators=(",", ":")).encode()

@@ -1,7 +1,6 @@
-"""The audit log of one server: every operation is written before it is dispatched, and again when it has ended.
+"""The audit log of one server: a record of every operation before it is dispatched, and another when it has ended.
 
-Operations that begin at the same moment share one transaction, and ends ride along with the next. Decides nothing of
-operations and knows no database: the store it is given does. Only this server's own work is ever waited for.
+Operations that begin at the same moment share one transaction, and end records go with the next one.
 """
 
 from __future__ import annotations
@@ -11,32 +10,30 @@ import json
 import logging
 import math
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from carrel.audit.export import ExportStore, Stored, export
-from carrel.audit.heads import Head, Headlike
-from carrel.audit.keys import SigningKey
+from carrel.audit.keys import Head, Headlike, SigningKey
 from carrel.audit.plan import Batch, Chain, Hold, Item, Plan, Tip
 from carrel.audit.records import Ending, Entry, arguments_hash, row, server_chain
 from carrel.audit.search import Filter, SearchStore, search
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.models import AuditPage
+from carrel.primitives.cache import Cache
 
 log = logging.getLogger("carrel.audit")
 
 HEAD_RECORDS = 1000
 HEAD_S = 300.0
 FLUSH_S = 0.05
-"""How long the end of an operation may wait for company."""
+"""How long an end record may wait for others to share a transaction with."""
 MAX_BATCH = 2000
 FEW = 4
-"""So few records are written at once, where the database can: the operation that waits for them would wait longer for
-another thread.
-"""
+"""The most records of a batch that is written on the event loop, where the database can do that."""
 MAX_QUEUED = 50_000
 MAX_CHAIN = 200
 _MAX_CHAINS = 10_000
@@ -46,27 +43,27 @@ UNKNOWN = Ending("unknown", reason="the server ended")
 
 
 class LogStore(ExportStore, SearchStore, Protocol):
-    """What the log needs of a store; `store.audit.AuditStore` is one, and says what the methods do."""
+    """The methods of a store that the log needs; `store.audit.AuditStore` has and explains them."""
 
     async def append(
         self, unknown: Collection[str], build: Callable[[Mapping[str, Tip]], Batch], *, short: bool = False
     ) -> None:
-        """Write what `build` makes of the ends of chains."""
+        """Write what `build` returns for the ends of chains."""
 
     async def unclean(self, node: str) -> Sequence[tuple[str, str, int, bool]]:
-        """The holds of a server that are not clean."""
+        """Return the holds of a server that are not clean."""
 
     async def holds(self, chain: str) -> Sequence[tuple[str, str, int, bool]]:
-        """The holds of a chain."""
+        """Return the holds of a chain."""
 
     async def unfinished(self, chain: str, start: int) -> Sequence[Stored]:
-        """Begins without an end."""
+        """Return begin records without an end record."""
 
     async def aged(self, at: float, *, after: str = "", limit: int = 1000) -> Sequence[str]:
-        """Chains that can be pruned."""
+        """Return chains that can be pruned."""
 
     async def head_before(self, chain: str, at: float) -> Headlike | None:
-        """The newest head of then."""
+        """Return the newest head of that time."""
 
     async def prune(self, chain: str, seq: int, *, whole: bool) -> int:
         """Remove records up to a head."""
@@ -74,7 +71,7 @@ class LogStore(ExportStore, SearchStore, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """An operation that began and whose end nobody saw, because the server ended in between."""
+    """An operation without an end record, because the server was killed in between."""
 
     chain: str
     seq: int
@@ -85,7 +82,7 @@ class Unfinished:
 
 
 class Ticket:
-    """An operation that may be dispatched now: its begin is written. Say `end` once it is over, however it went."""
+    """An operation that may be dispatched: its begin record is written. Call `end` when it is over, however it went."""
 
     __slots__ = ("_ended", "_log", "began", "entry", "seq")
 
@@ -97,7 +94,7 @@ class Ticket:
         self.seq = 0
 
     def end(self, ending: Ending | None = None) -> None:
-        """The operation is over. Never waits; only the first call counts."""
+        """Record the end of the operation. Never waits; only the first call counts."""
         if self._ended:
             return
         self._ended = True
@@ -106,11 +103,10 @@ class Ticket:
 
 
 class AuditLog:
-    """`open` it before anything else is done, `close` it after everything else has ended.
+    """Writes, searches, exports and prunes records. `open` it before all else, `close` it after all else.
 
-    Strict, `begin` returns when the record is in the database, so that an operation without a record cannot be. Else it
-    returns at once, and a server that is killed may have dispatched operations of the last `flush_s` seconds that no
-    record tells of.
+    With `strict`, `begin` returns when the record is in the database, so no operation runs without a record. Else it
+    returns at once, and a killed server may have dispatched operations of the last `flush_s` seconds without a record.
     """
 
     def __init__(
@@ -134,7 +130,7 @@ class AuditLog:
         self._flush_s = flush_s
         self._clock = clock
         self._queue: deque[Item] = deque()
-        self._chains: OrderedDict[str, Chain] = OrderedDict()
+        self._chains: Cache[str, Chain] = Cache(_MAX_CHAINS)
         self._open: dict[str, set[int]] = {}
         self._dirty: dict[str, float] = {}
         self._seal: set[str] = set()
@@ -150,7 +146,7 @@ class AuditLog:
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> list[Unfinished]:
-        """Begin to write. What this server left open when it ended last is closed as unknown, and told."""
+        """Start writing. Ends operations that this server left open when it was killed as unknown, and returns them."""
         self._task = asyncio.get_running_loop().create_task(self._run())
         try:
             left = [Hold(*hold) for hold in await self._store.unclean(self.node)]
@@ -160,7 +156,7 @@ class AuditLog:
             raise
 
     async def close(self) -> None:
-        """Write what is left and sign every chain. An operation that has not ended stays open until `open`."""
+        """Write all waiting records and sign every chain. Operations without an end stay open until the next `open`."""
         if self._task is None or self._closing:
             return
         with suppress(PlatformError):
@@ -176,11 +172,11 @@ class AuditLog:
             log.error("%d audit records could not be written: %s", len(self._queue), self._broken)
 
     def hash_arguments(self, arguments: Mapping[str, object]) -> str:
-        """The hash of full arguments, keyed with this server's key."""
+        """Return the hash of the full arguments, keyed with this server's key."""
         return arguments_hash(arguments, self.key.arguments)
 
     async def begin(self, entry: Entry) -> Ticket:
-        """An operation is about to be dispatched. `PlatformError` when that cannot be written: then it must not be."""
+        """Record that an operation is about to be dispatched. It must not be if this raises `PlatformError`."""
         ticket = Ticket(self, entry)
         item = Item("begin", entry, None, self._clock(), ticket)
         if not self._strict:
@@ -197,48 +193,49 @@ class AuditLog:
         return ticket
 
     def record(self, entry: Entry, ending: Ending) -> None:
-        """Something that is over already: a refusal, or an act of the server. Written soon; `flush` waits for it.
+        """Record something that is already over: a refusal, or an action of the server. `flush` waits for it.
 
-        `PlatformError` when so many records wait that the log can take no more.
+        `PlatformError` when too many records wait.
         """
         self._put(Item("whole", entry, ending, self._clock()))
 
     async def flush(self) -> None:
-        """Wait until everything said so far is written; `PlatformError` when it cannot be."""
+        """Wait until all records so far are written; `PlatformError` when they cannot be."""
         written = asyncio.get_running_loop().create_future()
         self._put(Item("whole", Entry("", "", "", ""), None, 0.0, written=written), urgent=True)
         await written
 
     async def adopt(self, chain: str) -> list[Unfinished]:
-        """This server has got the session of a chain: what another left open there is closed as unknown, and told."""
+        """Take over a chain with its session. Ends operations that another server left open there as unknown, and
+        returns them.
+        """
         await self.flush()
-        self._chains.pop(chain, None)
+        self._chains.pop(chain)
         left = [hold for each in await self._store.holds(chain) if not (hold := Hold(*each)).clean]
         return await self._close_open(chain, left) if left else []
 
     async def seal(self, chains: Iterable[str] | None = None) -> None:
-        """Sign heads now: of all the chains (or of those among these) that this server wrote to since their last."""
+        """Sign heads now, for all chains (or those among `chains`) that this server wrote to since their last head."""
         self._seal.update(self._dirty if chains is None else self._dirty.keys() & set(chains))
         await self.flush()
 
     async def search(self, wanted: Filter, *, limit: int = 100, cursor: str | None = None) -> AuditPage:
-        """Operations, newest first."""
+        """Return a page of operations, newest first."""
         return await search(self._store, wanted, limit=limit, cursor=cursor)
 
     async def export(self, chains: Sequence[str] | None = None, *, compress: bool = False) -> AsyncIterator[bytes]:
-        """The records of these chains, or of all, with heads up to their ends, as a file that `verify` can check."""
+        """Yield a file for `verify` with the records and heads of these chains, or of all."""
         async for piece in export(
             self._store, self.key, self.node, self._clock, self.seal, self._reading, chains=chains, compress=compress
         ):
             yield piece
 
     async def prune(self, before: float, by: str | None = None) -> int:
-        """Remove the records that a head signed before that moment covers, and say how many.
+        """Remove the records covered by a head that was signed before that time, and return how many.
 
-        The head stays, so that what comes after it can still be verified; the pruning itself is recorded in the chain
-        of the server, as done by the server or by whoever asked for it. An operation that has not ended keeps its
-        record and all that came after, and a chain that is being exported waits for the next time. The chains of
-        sandboxes without a context go altogether.
+        The head stays, so that later records can still be verified. The chain of the server gets a record of the
+        pruning, by `by` or the server itself. An operation without an end keeps its record and all later ones, and a
+        chain that is being exported is skipped. Chains of sandboxes without a context are removed entirely.
         """
         await self.seal()
         removed, after = 0, ""
@@ -253,15 +250,15 @@ class AuditLog:
                     continue
                 mine = all(hold.clean and hold.node == self.node for hold in holds)
                 whole = mine and name.startswith("sandbox:")
-                async with self._writing:  # or a record could be added to a chain that is no more
+                async with self._writing:  # or a record could be added to a removed chain
                     if self._read[name]:
                         continue
                     count = await self._store.prune(name, head.seq, whole=whole)
                     if whole:
-                        self._chains.pop(name, None)
+                        self._chains.pop(name)
                 removed += count
-                said = {"chain": name, "seq": head.seq, "hash": head.hash, "records": count}
-                entry = Entry(server_chain(self.node), by or self.node, "session", "prune_audit", arguments=said)
+                arguments = {"chain": name, "seq": head.seq, "hash": head.hash, "records": count}
+                entry = Entry(server_chain(self.node), by or self.node, "session", "prune_audit", arguments=arguments)
                 self.record(entry, Ending())
             after = names[-1]
             await self.flush()
@@ -269,32 +266,32 @@ class AuditLog:
 
     @asynccontextmanager
     async def _reading(self, chain: str) -> AsyncIterator[None]:
-        """While a chain is read from its start to its end."""
-        async with self._writing:  # a prune of it that is under way ends first
+        """Keep this server from pruning a chain."""
+        async with self._writing:  # wait for a running prune
             self._read[chain] += 1
         try:
             yield
         finally:
             self._read[chain] -= 1
-            self._read += Counter()  # without those that nobody reads
+            self._read += Counter()  # drops the zeros
 
     def _first_open(self, hold: Hold) -> float:
-        """The place before which every operation of a server in a chain has ended."""
+        """Return the position before which every operation of a server in a chain has ended."""
         if hold.clean:
             return math.inf
         if hold.node == self.node:
             return min(self._open.get(hold.chain, ()), default=math.inf)
         return hold.open_from
 
-    # what waits
+    # waiting records
 
     def _put(self, item: Item, *, urgent: bool = False) -> None:
         if self._task is None or self._closing:
             raise PlatformError("the audit log is closed", hint="the server is shutting down; ask again later")
         chain = item.entry.chain
         if len(chain) > MAX_CHAIN or not chain.isascii() or not chain.isprintable():
-            raise InvalidRequest("this cannot be the name of a chain", field="chain", hint="use `chain_of`")
-        if item.type != "end" and item.entry.chain:
+            raise InvalidRequest("this is not a valid name of a chain", field="chain", hint="use `chain_of`")
+        if item.type != "end" and chain:
             if len(self._queue) >= MAX_QUEUED:
                 raise self._cannot("too many records wait")
             if self._broken is not None and item.written is None:
@@ -309,7 +306,7 @@ class AuditLog:
         try:
             self._put(Item("end", ticket.entry, ending, self._clock(), ticket))
         except PlatformError:
-            log.warning("the end of an operation in %s came after the audit log was closed", ticket.entry.chain)
+            log.warning("an operation in %s ended after the audit log was closed", ticket.entry.chain)
 
     def _hurry(self) -> None:
         self._urgent = True
@@ -318,8 +315,8 @@ class AuditLog:
     @staticmethod
     def _cannot(why: str) -> PlatformError:
         return PlatformError(
-            f"the audit log cannot be written, so nothing may be done: {why}",
-            hint="mend the database; operations go on by themselves then",
+            f"the audit log cannot be written, so no operation may run: {why}",
+            hint="repair the database; operations then continue by themselves",
         )
 
     # writing
@@ -370,16 +367,15 @@ class AuditLog:
                 await self._store.append(unknown, plan.build, short=len(items) <= FEW and not seal and not unknown)
             except Conflict:
                 for name in touched:
-                    self._chains.pop(name, None)
+                    self._chains.pop(name)
                 continue
             self._apply(plan, items)
             return
-        raise PlatformError("other servers write to the same chains without end")
+        raise PlatformError("other servers keep writing to the same chains")
 
     def _apply(self, plan: Plan, items: list[Item]) -> None:
         for name, chain in plan.chains.items():
-            self._chains[name] = chain
-            self._chains.move_to_end(name)
+            self._chains.put(name, chain)
             self._taken.pop(name, None)
             if still := plan.still(name):
                 self._open[name] = still
@@ -389,15 +385,13 @@ class AuditLog:
                 self._dirty.pop(name, None)
             else:
                 self._dirty.setdefault(name, self._clock())
-        while len(self._chains) > _MAX_CHAINS:
-            self._chains.popitem(last=False)
         for item in items:
             if item.type == "begin" and item.ticket is not None:
                 item.ticket.seq = plan.seqs[id(item.ticket)]
         self._remind()
 
     def _remind(self) -> None:
-        """Have heads signed in time."""
+        """Set the timer for the next heads."""
         if self._head_timer is None and self._dirty:
             first = next(iter(self._dirty.values()))
             wait = min(max(first + self._head_s - self._clock(), 0.0), self._head_s)
@@ -406,7 +400,7 @@ class AuditLog:
     def _heads_due(self) -> None:
         self._head_timer = None
         now = self._clock()
-        # A clock that was set back must not put a head off.
+        # A clock that was set back must not delay a head.
         due = {name for name, since in self._dirty.items() if not since - 1 <= now < since + self._head_s}
         if due:
             self._seal |= due
@@ -420,7 +414,7 @@ class AuditLog:
                 continue
             if not item.written.done():
                 item.written.set_result(None)
-            elif item.ticket is not None:  # whoever asked went while it was written
+            elif item.ticket is not None:  # the caller was cancelled while it was written
                 item.ticket.end(Ending("cancelled"))
 
     def _failed(self, batch: list[Item], seal: set[str], error: Exception) -> None:
@@ -428,7 +422,7 @@ class AuditLog:
         if not isinstance(error, CarrelError):
             log.error("the audit log failed", exc_info=error)
             sound = [item for item in batch if self._sound(item)]
-            if len(sound) < len(batch):  # what no record can be made of must not keep the others from being written
+            if len(sound) < len(batch):  # an item that cannot be encoded must not block the others
                 self._queue.extendleft(reversed(sound))
                 self._hurry()
                 return
@@ -444,16 +438,16 @@ class AuditLog:
             self._timer = asyncio.get_running_loop().call_later(_RETRY_S, self._hurry)
 
     def _sound(self, item: Item) -> bool:
-        """Whether a record can be made of an item; who waits for one of which none can is told."""
+        """Return whether an item can be encoded as a record; if not, its waiting caller gets an error."""
         try:
             row(item.type, item.entry, item.ending, seq=1, at=item.at, node=self.node, before=b"")
         except Exception as error:
             if item.written is not None and not item.written.done():
-                item.written.set_exception(self._cannot(f"{type(error).__name__} in what was said of it"))
+                item.written.set_exception(self._cannot(f"{type(error).__name__} while encoding the record"))
             return False
         return True
 
-    # what others left
+    # operations of killed servers
 
     async def _close_open(self, chain: str, left: Sequence[Hold]) -> list[Unfinished]:
         found = []

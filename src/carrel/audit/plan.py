@@ -1,5 +1,5 @@
-"""Works out what one transaction of the audit log writes: records in their places, heads that are due, and which chains
-need a look after a crash. Pure but for the signature: runs inside the transaction, maybe in another thread.
+"""Computes what one transaction of the audit log writes: records, due heads, and holds, which say what to check after a
+crash. Pure except for the signature: runs inside the transaction, maybe in another thread.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from carrel.audit.heads import Head
-from carrel.audit.keys import SigningKey
+from carrel.audit.keys import Head, SigningKey
 from carrel.audit.records import Ending, Entry, Row, Type, genesis, row
 
 if TYPE_CHECKING:
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
 
 
 Tip = tuple[int, bytes, int]
-"""Where a chain ends: seq and hash of its last record, seq of its newest head."""
+"""The end of a chain: seq and hash of its last record, seq of its newest head."""
 
 
 class Hold(NamedTuple):
-    """What a server that writes to a chain leaves in it. Left clean, its last record there is signed and each of its
-    operations has ended; else those that did not have at least the number `open_from`.
+    """The state in which a server left a chain. Clean: its last record there is signed and all its operations have
+    ended. Else every operation without an end has a seq of at least `open_from`.
     """
 
     chain: str
@@ -37,7 +36,7 @@ Batch = tuple[Sequence[Row], Sequence[Head], Sequence[Hold]]
 
 @dataclass(slots=True)
 class Item:
-    """A record that waits to be written; without a chain only someone who waits for those before it."""
+    """A record that waits to be written; without a chain, only a caller that waits for the records before it."""
 
     type: Type
     entry: Entry
@@ -50,7 +49,7 @@ class Item:
 
 @dataclass(slots=True)
 class Chain:
-    """What a server knows of a chain it writes to. `held` when the database knows that it is not clean."""
+    """The known end of a chain. `held`: the database has a hold that is not clean."""
 
     seq: int
     hash: bytes
@@ -59,10 +58,10 @@ class Chain:
 
 
 class Plan:
-    """One transaction. `build` is its work; the log takes `chains` and `seqs` over once it is committed.
+    """One transaction. `build` does the work; the log uses `chains` and `seqs` once it is committed.
 
-    `chains` are copies of what is known of some chains; `opened` says for every chain which operations are open in it,
-    `taken` of which servers everything in it has been closed.
+    `chains` are copies of known chains; `opened` are the open operations of every chain; `taken` are the servers whose
+    operations in a chain have all been ended.
     """
 
     def __init__(
@@ -90,11 +89,11 @@ class Plan:
         self._open = {name: set(opened.get(name, ())) for name in names}
 
     def still(self, name: str) -> set[int]:
-        """The operations of a chain that are open after this transaction."""
+        """Return the operations of a chain that are open after this transaction."""
         return self._open[name]
 
     def build(self, tips: Mapping[str, Tip]) -> Batch:
-        """What is to be written, given where the chains end that were not known before."""
+        """Return what to write, given the ends of chains that were not known before."""
         for name, (seq, hashed, head_seq) in tips.items():
             self.chains[name] = Chain(seq, hashed if seq else genesis(name), head_seq)
         rows = [self._row(item) for item in self._items]
@@ -107,8 +106,8 @@ class Plan:
             if signs:
                 heads.append(Head.signed(self._key, name, chain.seq, chain.hash.hex(), fresh, self._now))
                 chain.head_seq = chain.seq
-            # Written with the first record after a head and with the next head, not in between: after a crash the
-            # records from `open_from` on are looked at.
+            # Written with the first record after a head and with the next head, not in between: after a crash all
+            # records from `open_from` on are checked.
             if (chain.held and signs) or (not chain.held and name in written) or name in self._taken:
                 still = self._open[name]
                 clean = not still and chain.head_seq == chain.seq

@@ -1,7 +1,7 @@
-"""What one audit record is: the values, the exact bytes that are hashed, and the hash that links it to the one before.
+"""The format of audit records: their fields, the exact bytes that are hashed, and the hash that chains them.
 
-Pure: no file, no clock, no database. The bytes of a record are ASCII JSON, written once and kept as they are, so that
-nobody ever has to agree on how to write them again.
+Pure: no I/O, no clock. The bytes of a record are ASCII JSON, encoded once and stored as they are, so that a verifier
+never has to encode them again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from blake3 import blake3
 
 Verdict = Literal["allow", "deny", "ask"]
 Type = Literal["begin", "end", "whole"]
-"""`begin` and `end` are the two halves of an operation that was dispatched; what was not is one `whole` record."""
+"""A dispatched operation has a `begin` and an `end` record; anything else has one `whole` record."""
 
 MAX_ARGUMENTS = 8192
-"""Characters of the JSON of one record's arguments."""
+"""The most characters of one record's arguments, in JSON."""
 MAX_WORDS = 500
 MAX_NAME = 128
-"""Characters of what a record can be found by."""
+"""The most characters of a searchable field."""
 
 _DEPTH = 8
 _GENESIS = b"carrel audit chain v1\0"
@@ -33,25 +33,25 @@ _WORDS = ("rule", "source", "approval", "request", "arguments_hash")
 
 
 def chain_of(context_id: str | None, sandbox_id: str = "") -> str:
-    """The chain of a context, or of a sandbox that belongs to none. No context can be named into another's chain."""
+    """Return the chain of a context, or of a sandbox without one. No name of a context leads to another's chain."""
     return f"sandbox:{sandbox_id}" if context_id is None else f"context:{context_id}"
 
 
 def server_chain(node: str) -> str:
-    """The chain of what a server does that belongs to no context: starts, tokens, pruning."""
+    """Return the chain for actions of a server that belong to no context: starts, tokens, pruning."""
     return f"server:{node}"
 
 
 def context_of(chain: str) -> str | None:
-    """The context a chain belongs to."""
+    """Return the context of a chain."""
     kind, _, name = chain.partition(":")
     return name if kind == "context" else None
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of an operation before it is dispatched. `arguments` have been redacted by the caller;
-    `arguments_hash` is of the full ones (`AuditLog.hash_arguments`).
+    """The known facts of an operation before it is dispatched. The caller has redacted `arguments`; `arguments_hash` is
+    of the full ones (`AuditLog.hash_arguments`).
     """
 
     chain: str
@@ -69,7 +69,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How an operation went. `result` is `ok` or the code of an error; `arguments` were not known when it began."""
+    """The end of an operation. `result` is `ok` or the code of an error; `arguments` are those not known before."""
 
     result: str = "ok"
     duration_ms: float | None = None
@@ -80,7 +80,7 @@ class Ending:
 
 
 class Row(NamedTuple):
-    """A record as it is stored: the bytes that count (`body`), their link, and what they can be found by."""
+    """A stored record: its bytes (`body`), their hash, and the searchable fields."""
 
     chain: str
     seq: int
@@ -97,18 +97,18 @@ class Row(NamedTuple):
 
 
 def genesis(chain: str) -> bytes:
-    """What the first record of a chain is linked to."""
+    """Return the hash that the first record of a chain is linked to."""
     return blake3(_GENESIS + chain.encode("utf-8", "replace")).digest()
 
 
 def link(before: bytes, body: bytes) -> bytes:
-    """The hash of a record: over the hash of the record before it and its own bytes."""
+    """Return the hash of a record: over the hash of the record before and its own bytes."""
     return blake3(before + body).digest()
 
 
 def arguments_hash(arguments: Mapping[str, object], key: bytes) -> str:
-    """A keyed hash of full arguments. Without the key nobody can try out guesses: a short command, or a password in
-    one, could otherwise be found from its hash.
+    """Return a keyed hash of the full arguments. Without a key, a short command or password could be guessed from its
+    hash.
     """
     return blake3(_encode(arguments, keys_sorted=True).encode(), key=key).hexdigest()
 
@@ -124,10 +124,9 @@ def row(
     before: bytes,
     ref: int | None = None,
 ) -> Row:
-    """The record of an entry, of its ending, or of both, linked to the record before."""
+    """Make the record of an entry, of its ending, or of both, linked to the record before."""
     actor, kind, name = entry.actor[:MAX_NAME], entry.kind[:MAX_NAME], entry.name[:MAX_NAME]
-    # Put together by hand: this is done twice for every operation, and an encoder for the whole takes three times as
-    # long.
+    # Encoded by hand: this happens twice for every operation, and a JSON encoder takes three times as long.
     body = f'{{"chain":{_quoted(entry.chain)},"seq":{seq},"at":{at:.6f},"type":"{type}","node":{_quoted(node)}'
     if ref is not None:
         body += f',"ref":{ref}'
@@ -170,12 +169,12 @@ def _began(entry: Entry) -> str:
     arguments, cut = fit(entry.arguments)
     if cut:
         body += ',"truncated":true'
-    # The last field, so that a search for a text can be told where arguments begin.
+    # The last field, so that a text search knows where the arguments begin.
     return body if arguments == "{}" else f'{body},"arguments":{arguments}'
 
 
 def fit(arguments: Mapping[str, object]) -> tuple[str, bool]:
-    """Arguments as JSON of at most `MAX_ARGUMENTS` characters, and whether something had to be left out for that."""
+    """Encode arguments as JSON of at most `MAX_ARGUMENTS` characters; also return whether something was left out."""
     if not arguments:
         return "{}", False
     text = _encode(arguments)
@@ -214,12 +213,12 @@ def _encode(value: object, *, keys_sorted: bool = False) -> str:
         text = dump(value)
     except (TypeError, ValueError, RecursionError):
         return dump(_plain(value, _DEPTH * 4))
-    # Half of a surrogate pair is no text, and many readers of JSON refuse it. (Whole pairs land here as well.)
+    # A lone surrogate is not text, and many JSON parsers refuse it. (Pairs come here as well.)
     return dump(_plain(value, _DEPTH * 4)) if "\\ud" in text else text
 
 
 def _plain(value: object, depth: int) -> object:
-    """The same in what JSON can say; text that is none shows its bytes."""
+    """Convert a value to what JSON can express; invalid text becomes escaped bytes."""
     if isinstance(value, str):
         return _text(value)
     if value is None or isinstance(value, bool):

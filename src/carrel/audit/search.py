@@ -1,6 +1,6 @@
-"""Finding operations in the audit log: what may be asked, and putting begins and ends together. Knows no database.
+"""Searches operations in the audit log and joins their begin and end records.
 
-What is shown is read from the bytes that are hashed, never from the columns they were found by.
+Results are read from the hashed bytes, never from the columns that the search used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _OF_END = ("result", "reason", "duration_ms", "bytes_in", "bytes_out")
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which operations are wanted; None does not matter. `text` is looked for in the arguments, whatever its case."""
+    """Conditions on operations; None matches all. `text` is searched in the arguments, ignoring case."""
 
     chain: str | None = None
     actor: str | None = None
@@ -37,11 +37,11 @@ class Filter:
 
 
 Found = tuple[str, int, int | None, str, str | None]
-"""chain, seq, ref and bytes of a record the store found, and the bytes of the operation's other half"""
+"""chain, seq, ref and body of a found record, and the body of the operation's other record"""
 
 
 class SearchStore(Protocol):
-    """What a search needs of a store; `store.audit_search.AuditSearch` is one."""
+    """The method of a store that a search needs; `store.audit_search.AuditSearch` has it."""
 
     async def search(
         self,
@@ -53,22 +53,22 @@ class SearchStore(Protocol):
         limit: int,
         cursor: str | None = None,
     ) -> tuple[Sequence[Found], str | None]:
-        """Begins, or ends where a result is wanted, each with its other half."""
+        """Return begin records (end records if a result is given), each with its other record."""
 
 
 async def search(store: SearchStore, wanted: Filter, *, limit: int, cursor: str | None) -> AuditPage:
-    """A page of operations, newest first. `InvalidRequest` for what cannot be asked."""
+    """Return a page of operations, newest first; `InvalidRequest` for an invalid filter."""
     if not 1 <= limit <= MAX_LIMIT:
         raise InvalidRequest(f"a page has 1 to {MAX_LIMIT} operations", field="limit")
     if wanted.text is not None and not 0 < len(wanted.text) <= MAX_TEXT:
-        raise InvalidRequest(f"a text to look for has 1 to {MAX_TEXT} characters", field="text")
+        raise InvalidRequest(f"a search text has 1 to {MAX_TEXT} characters", field="text")
     equal = {name: value for name in _EQUAL if (value := getattr(wanted, name)) is not None}
     found, after = await store.search(
         equal, since=wanted.since, until=wanted.until, text=wanted.text, limit=limit, cursor=cursor
     )
     items = []
     for chain, seq, ref, body, other in found:
-        # A begin that was pruned leaves what its end says.
+        # If the begin record was pruned, only the end record is left.
         begin, end = (body, other) if ref is None else (other or body, body)
         try:
             items.append(_record(chain, begin, end))

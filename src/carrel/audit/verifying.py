@@ -1,7 +1,7 @@
-"""Checks an export: that no record was changed, added, removed or moved, and who signed it. Needs no database.
+"""Verifies an export: that no record was changed, added, removed or moved, and which keys signed it.
 
-The export is not trusted in anything: not in its size, not in its words. It names the first record that is broken.
-What it cannot know is whose key signed; that is compared with the key a server shows.
+Nothing in the export is trusted. The first broken record is reported. Whose key signed must be checked by the caller,
+who compares it with the key that the server shows.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import zstandard
 from blake3 import blake3
 
 from carrel.audit.export import VERSION, end_message, head_line, line
-from carrel.audit.heads import Head
-from carrel.audit.keys import signed
+from carrel.audit.keys import Head, signed
 from carrel.audit.records import genesis
 
 MAX_LINE = 1024 * 1024
@@ -28,20 +27,12 @@ _BODY = len(_HASH) + 64 + len(_RECORD)
 _END = b'{"end":'
 _TYPE = re.compile(rb'"at":[-+.\de]+,"type":"(begin|end|whole)","node":"(?:[^"\\]|\\.)*"(?:,"ref":(\d+))?,"actor":')
 _HEX = re.compile(r"[0-9a-f]{64}")
-_KINDS = {
-    "chain": (str,),
-    "seq": (int,),
-    "hash": (str,),
-    "records": (int,),
-    "at": (int, float),
-    "key": (str,),
-    "signature": (str,),
-}
+_HEAD_TYPES = dict(zip(Head._fields, (str, int, str, int, float, str, str), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The first thing that is wrong. `seq` is the record, where it is one."""
+    """The first error. `seq` is the number of the record, if it is in one."""
 
     line: int
     chain: str | None
@@ -57,8 +48,8 @@ class Broken:
 
 @dataclass(slots=True)
 class Verdict:
-    """What a verification found. `unsigned` counts records after the last head of their chain, which only the export
-    itself is signed for; `open` counts operations without an end; `pruned` counts chains that do not start at 1.
+    """The result of a verification. `unsigned` counts records after the last head of their chain, covered only by the
+    signature of the export; `open` counts operations without an end; `pruned` counts chains that do not start at 1.
     """
 
     broken: Broken | None = None
@@ -73,7 +64,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Whether everything is as it was written."""
+        """Whether the export is unchanged."""
         return self.broken is None
 
 
@@ -85,8 +76,8 @@ class _Stop(Exception):
 
 
 def verify(source: BinaryIO, *, keys: Collection[str] = (), tips: dict[str, tuple[int, str]] | None = None) -> Verdict:
-    """Check an export, plain or compressed. With `keys`, nothing that another key signed counts. `tips` of an older
-    verdict must be found again in their chains: so the whole end of a chain cannot be taken away unseen.
+    """Verify an export, plain or compressed. With `keys`, a signature by any other key is an error. The `tips` of an
+    older verdict must be in the chains again, so that the end of a chain cannot be removed unnoticed.
     """
     check = _Check(frozenset(keys), dict(tips or {}))
     try:
@@ -98,7 +89,7 @@ def verify(source: BinaryIO, *, keys: Collection[str] = (), tips: dict[str, tupl
 
 
 class _Check:
-    """Reads an export line by line; `number` and `chain` say where it is."""
+    """Reads an export line by line; `number` and `chain` are the current position."""
 
     def __init__(self, keys: frozenset[str], tips: dict[str, tuple[int, str]]):
         self.verdict = Verdict()
@@ -137,8 +128,8 @@ class _Check:
             raise _Stop("the export is cut off: its last line is missing")
 
     def _records(self, lines: list[bytes], start: int) -> int:
-        """Check the records that follow one another from `start` on, and say where they end. Nearly all of the time is
-        spent here, so it does little for each: what a record says is not read, only that it is what was written.
+        """Check consecutive records from `start` on, and return where they end. Nearly all time is spent here, so each
+        record is only hashed, not parsed.
         """
         seq, before, opened, number = self._seq, self._hash, self._open, start
         awaited = -1 if self._before is None else self._before[0]
@@ -155,7 +146,7 @@ class _Check:
                     self._misplaced(body, seq + 1)
                 found = blake3(before + body).digest()
                 if found.hex().encode() != text[len(_HASH) : _BODY - len(_RECORD)]:
-                    raise _Stop("its hash is not that of the record and the one before: one was changed", seq + 1)
+                    raise _Stop("the hash does not match this record and the one before: one was changed", seq + 1)
                 kind = _TYPE.match(body, len(prefix))
                 if kind is None:
                     raise _Stop("this is not a record", seq + 1)
@@ -178,18 +169,18 @@ class _Check:
 
     def _unexpected(self) -> NoReturn:
         if self.chain is None:
-            raise _Stop("there is more after the last line" if self._ended else "a record stands outside of any chain")
+            raise _Stop("there is more after the last line" if self._ended else "a record is outside of any chain")
         raise _Stop("the signed head that the chain starts with is missing", self._seq + 1)
 
     def _misplaced(self, body: bytes, seq: int) -> NoReturn:
         values = _object(body)
         chain, number = values.get("chain"), values.get("seq")
         if isinstance(chain, str) and chain != self.chain:
-            raise _Stop(f"here stands a record of the chain {chain[:200]}", seq)
+            raise _Stop(f"this record belongs to the chain {chain[:200]}", seq)
         if type(number) is int and number > seq:
             raise _Stop(f"the record is missing: the next one is {number}", seq)
         if type(number) is int and number < seq:
-            raise _Stop(f"record {number} stands here again", seq)
+            raise _Stop(f"record {number} is here a second time", seq)
         raise _Stop("this is not a record", seq)
 
     def _other(self, text: bytes) -> None:
@@ -203,25 +194,25 @@ class _Check:
         elif "end" in values:
             self._end(values["end"], text)
         else:
-            raise _Stop("this is no line of an export")
+            raise _Stop("this is not a line of an export")
 
     def _first(self, values: dict[str, object]) -> None:
         version = values.get("carrel-audit")
         if type(version) is not int:
             raise _Stop("this is not an export of an audit log")
         if version != VERSION:
-            raise _Stop(f"the export has the format {version}, and this carrel knows {VERSION}")
+            raise _Stop(f"the export has format {version}, but this carrel reads format {VERSION}")
         self._key(values.get("key"))
 
     def _begin_chain(self, values: dict[str, object]) -> None:
         self._end_chain()
         chain, start, seq, hashed = (values.get(name) for name in ("chain", "start", "seq", "hash"))
         if not isinstance(chain, str) or type(start) is not int or type(seq) is not int or not isinstance(hashed, str):
-            raise _Stop("this is no beginning of a chain")
+            raise _Stop("this is not the first line of a chain")
         if chain in self.verdict.tips:
-            raise _Stop(f"the chain {chain[:200]} stands here again")
+            raise _Stop(f"the chain {chain[:200]} is here a second time")
         if not 0 <= start <= seq or seq == 0:
-            raise _Stop("this is no beginning of a chain")
+            raise _Stop("this is not the first line of a chain")
         self.chain = chain
         self._prefix = b'{"chain":%s,"seq":' % json.dumps(chain).encode()
         self._seq, self._tip = start, (seq, hashed)
@@ -237,11 +228,11 @@ class _Check:
             return
         seq, hashed = self._tip
         if not self._anchored or self._seq != seq:
-            raise _Stop(f"the chain ends here, though it has {seq} records", self._seq + 1)
+            raise _Stop(f"the chain ends here, but it has {seq} records", self._seq + 1)
         if self._hash.hex() != hashed:
-            raise _Stop("the chain does not end in the hash it is said to", seq)
+            raise _Stop("the chain does not end with the hash in its first line", seq)
         if self._before is not None and self._before[0] > seq:
-            raise _Stop(f"the older export has records up to {self._before[0]}: they were taken away", seq + 1)
+            raise _Stop(f"the older export has records up to {self._before[0]}: they were removed", seq + 1)
         self.verdict.unsigned += seq - max(self._heads)
         self.verdict.open += len(self._open)
         self.chain = None
@@ -249,20 +240,20 @@ class _Check:
     def _head(self, values: object, text: bytes) -> None:
         head = _head(values)
         if head is None or head_line(head) != text + b"\n":
-            raise _Stop("this is no head", self._seq)
+            raise _Stop("this is not a head", self._seq)
         if head.chain != self.chain or head.seq != self._seq:
-            raise _Stop(f"here stands a head of {head.chain[:200]}, record {head.seq}", self._seq)
+            raise _Stop(f"this head belongs to {head.chain[:200]}, record {head.seq}", self._seq)
         if not head.genuine():
-            raise _Stop("the signature of the head is false", self._seq)
+            raise _Stop("the signature of the head is wrong", self._seq)
         self._key(head.key)
         if not self._anchored:
             self._hash, self._anchored = bytes.fromhex(head.hash), True
             if self._before is not None and self._before[0] == head.seq:
                 self._same_as_before(self._seq, self._hash)
         elif head.hash != self._hash.hex():
-            raise _Stop("the head signs another hash", self._seq)
+            raise _Stop("the head signs a different hash", self._seq)
         elif head.seq in self._heads:
-            raise _Stop("the head stands here again", self._seq)
+            raise _Stop("the head is here a second time", self._seq)
         elif head.seq - head.records not in self._heads:
             raise _Stop(f"the head before it, of record {head.seq - head.records}, is missing", self._seq)
         self._heads.add(head.seq)
@@ -270,25 +261,25 @@ class _Check:
 
     def _same_as_before(self, seq: int, hashed: bytes) -> None:
         if self._before is not None and self._before[1] != hashed.hex():
-            raise _Stop("the record is not the one that the older export has here", seq)
+            raise _Stop("the record differs from the one in the older export", seq)
 
     def _end(self, values: object, text: bytes) -> None:
         self._end_chain()
         digest = self._digest.hexdigest()
         counted = (self.verdict.chains, self.verdict.records, self.verdict.heads)
-        said = {**dict(zip(("chains", "records", "heads"), counted, strict=True)), "digest": digest}
+        summary = {**dict(zip(("chains", "records", "heads"), counted, strict=True)), "digest": digest}
         key, signature = (values.get("key"), values.get("signature")) if isinstance(values, dict) else (None, None)
-        if line({"end": {**said, "key": key, "signature": signature}}) != text + b"\n":
-            raise _Stop("the last line does not fit what stands before it: lines were changed, added or removed")
+        if line({"end": {**summary, "key": key, "signature": signature}}) != text + b"\n":
+            raise _Stop("the last line does not match the lines before it: some were changed, added or removed")
         if not isinstance(signature, str) or not signed(self._key(key), signature, end_message(*counted, digest)):
-            raise _Stop("the signature of the export is false")
+            raise _Stop("the signature of the export is wrong")
         if self._tips:
-            raise _Stop(f"the chain {min(self._tips)[:200]} of the older export is not there")
+            raise _Stop(f"the chain {min(self._tips)[:200]} of the older export is missing")
         self._ended = True
 
     def _key(self, key: object) -> str:
         if not isinstance(key, str):
-            raise _Stop("there is no key", self._seq)
+            raise _Stop("the key is missing", self._seq)
         if self._trusted and key not in self._trusted:
             raise _Stop(f"it is signed with the key {key[:64]}, which is not trusted", self._seq)
         if key not in self.verdict.keys:
@@ -302,20 +293,21 @@ def _object(text: bytes) -> dict[str, object]:
     except (ValueError, RecursionError):
         raise _Stop("the line is not JSON") from None
     if not isinstance(values, dict):
-        raise _Stop("the line is no JSON object")
+        raise _Stop("the line is not a JSON object")
     return values
 
 
 def _head(values: object) -> Head | None:
-    if not isinstance(values, dict) or values.keys() != _KINDS.keys():
+    if not isinstance(values, dict) or values.keys() != _HEAD_TYPES.keys():
         return None
-    if any(type(values[name]) not in kinds for name, kinds in _KINDS.items()) or not _HEX.fullmatch(values["hash"]):
-        return None
-    return Head(**values)
+    for name, kind in _HEAD_TYPES.items():
+        if type(values[name]) is not kind and not (kind is float and type(values[name]) is int):
+            return None
+    return Head(**values) if _HEX.fullmatch(values["hash"]) else None
 
 
 class _Joined:
-    """What was read to look at it, and the rest."""
+    """A file with its first bytes put back."""
 
     def __init__(self, head: bytes, rest: BinaryIO):
         self._head = head
@@ -327,7 +319,7 @@ class _Joined:
 
 
 def _blocks(source: BinaryIO) -> Iterator[bytes]:
-    """Whole lines, many at a time; what is compressed is decompressed as it is needed."""
+    """Yield whole lines, many at a time, decompressed if necessary."""
     start = source.read(4)
     joined = _Joined(start, source)
     reader = zstandard.ZstdDecompressor().stream_reader(joined) if start == _ZSTD else joined  # type: ignore[arg-type]
