@@ -1,8 +1,7 @@
-"""What every request passes first: the Host check, the token, the size of the body, and the last catch for
-failures. From here on `caller` says who asks.
+"""What every request passes first: the Host check, the token, the size of the body, and the last catch for failures.
+From here on `caller` says who asks.
 
-Plain ASGI, because it is on the way of every command. Knows no route but those that are open or stream their
-body.
+Plain ASGI, because it is on the way of every command. Knows no route but those that are open or stream their body.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ class Gate:
             if opened is not None:
                 if _stays_open(message):
                     opened.stays_open(task.cancel)
-                if not started and scope.get("method") != "DELETE" and opened.worthless:
+                if not started and scope.get("method") != "DELETE" and opened.token_ended:
                     # Who has just revoked their own token is told so; everybody else gets nothing more with it.
                     started = refused = True
                     await _refuse(scope, send, opened.refusal())
@@ -138,10 +137,10 @@ class Gate:
                     await _discard(receive)
                 await _refuse(scope, send, error)
         except asyncio.CancelledError:
-            if opened is None or not opened.broken_off:
+            if opened is None or not opened.cancelled:
                 raise
             task.uncancel()
-            log.info("%s was broken off: its token is worthless by now", scope["path"])
+            log.info("%s was broken off: its token is token_ended by now", scope["path"])
             if not refused:
                 await _end(scope, send, opened.refusal(), started=started)
         except Exception as error:
@@ -205,7 +204,7 @@ class Gate:
         gone = asyncio.Event()
 
         def away() -> bool:
-            return gone.is_set() or (opened is not None and opened.worthless)
+            return gone.is_set() or (opened is not None and opened.token_ended)
 
         async def listen() -> None:
             while (await receive())["type"] != "http.disconnect":

@@ -142,7 +142,7 @@ class ControlPlane:
             self._approval_store,
             policies,
             values.clean,
-            on_created=None if self._webhook is None else self._webhook.tell,
+            on_created=None if self._webhook is None else self._webhook.send,
             ttl_s=settings.approvals.ttl_s,
             keep_days=settings.approvals.keep_days,
             node=node,

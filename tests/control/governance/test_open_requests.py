@@ -17,15 +17,15 @@ async def test_what_stays_open_ends_with_its_token() -> None:
     opened = {}
     for name, token in (("one", "tok-1"), ("two", "tok-1"), ("other", "tok-2"), ("short", "tok-1"), ("over", "tok-1")):
         request = opened[name] = requests.open(who(token))
-        assert request is not None and not request.worthless
+        assert request is not None and not request.token_ended
         if name != "short":
             request.stays_open(lambda name=name: ended.append(name))
     opened["over"].close()
     requests.revoked("tok-1")
     requests.revoked("tok-1")
     assert sorted(ended) == ["one", "two"], "each once; and what is no stream is only told so"
-    assert opened["one"].broken_off and opened["short"].worthless and not opened["short"].broken_off
-    assert not opened["other"].worthless
+    assert opened["one"].cancelled and opened["short"].token_ended and not opened["short"].cancelled
+    assert not opened["other"].token_ended
     assert "was revoked" in opened["one"].refusal().detail
     opened["short"].stays_open(lambda: ended.append("short"))
     assert ended[-1] == "short", "a stream that begins too late ends at once"
@@ -42,10 +42,10 @@ async def test_an_expiry_needs_nobody_to_tell() -> None:
     request = requests.open(who("tok-1", loop.time() + 0.05))
     assert request is not None
     request.stays_open(ended.set)
-    assert not request.broken_off and requests.tokens() == ["tok-1"]
+    assert not request.cancelled and requests.tokens() == ["tok-1"]
     async with asyncio.timeout(10):
         await ended.wait()
-    assert request.worthless and "has expired" in request.refusal().detail
+    assert request.token_ended and "has expired" in request.refusal().detail
     request.close()
 
 

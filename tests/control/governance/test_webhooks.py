@@ -61,9 +61,9 @@ async def test_it_is_told_signed_and_again_when_it_fails(url: str) -> None:
     Receiver.answers = [500, 503]
     hook = Webhook(url, b"key", pause_s=0.01)
     hook.start()
-    hook.tell(INFO)
+    hook.send(INFO)
     await _until(3)
-    hook.tell(INFO.model_copy(update={"id": "apr-2"}))
+    hook.send(INFO.model_copy(update={"id": "apr-2"}))
     await _until(4)
     await hook.close()
     body, signature = Receiver.heard[2]
@@ -78,8 +78,8 @@ async def test_one_that_never_answers_keeps_nobody_waiting(url: str, caplog: pyt
     Receiver.answers = [500] * 5
     hook = Webhook(url, b"key", pause_s=0.001)
     hook.start()
-    hook.tell(INFO)
-    hook.tell(INFO.model_copy(update={"id": "apr-2"}))
+    hook.send(INFO)
+    hook.send(INFO.model_copy(update={"id": "apr-2"}))
     await _until(6)
     assert json.loads(Receiver.heard[5][0])["approval"]["id"] == "apr-2"
     assert "apr-1" in caplog.text and "status 500" in caplog.text

@@ -98,7 +98,7 @@ async def test_the_sessions_of_a_silent_server_are_settled(nodes: list[ControlPl
     await _let_leases_end(a)
     await b.janitor.renew_leases()
     found = await b.sessions.get("c")
-    assert (found.state, found.notice) == (State.STOPPED, "server 'a' fell silent")
+    assert (found.state, found.notice) == (State.STOPPED, "server 'a' no longer answers")
     assert (await b.sessions.get(fleeting.id)).state is State.TERMINATED
     resumed, _ = await b.sessions.deploy_or_resume(REQUEST)
     assert resumed.notice is not None and "before it had archived anything" in resumed.notice

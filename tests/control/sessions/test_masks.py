@@ -36,7 +36,7 @@ def test_only_what_is_denied_outright_is_masked() -> None:
     assert [rule.text for rule, _ in unmasked(policy)] == ["file(read:/proc/**:*)"]
 
 
-NOT, AT_START = "programs inside are not held by it: ", "programs inside are held by it for what is there when"
+NOT, AT_START = "programs inside are not bound by it: ", "programs inside are bound by it for files that exist when"
 
 
 @pytest.mark.parametrize(

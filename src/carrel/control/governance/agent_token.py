@@ -1,7 +1,7 @@
-"""The token that a server leaves on its machine for agents: programs there that name no token of their own use it.
+"""The token that a server leaves on its machine for agents: local programs without a token of their own use it.
 
-A person at the same machine decides what such an agent asks for with the administrator's token, which is another.
-Knows no file: the caller keeps the token.
+A person at the same machine approves requests of such an agent with the token of the administrator, which is another.
+The caller stores the token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SCOPES = (Scope.OPERATE,)
 
 
 async def agent_token(tokens: Tokens, audit: AuditLog, kept: str | None, node: str | None) -> str:
-    """The token that was kept, while it is good; else a new one. `node` names this server among several."""
+    """Return the stored token if it is still valid, else a new one. `node` names this server among several."""
     if kept and await _is_good(tokens, kept):
         return kept
     name = NAME if node is None else f"{NAME}@{node}"
@@ -30,7 +30,7 @@ async def agent_token(tokens: Tokens, audit: AuditLog, kept: str | None, node: s
 
 
 async def _is_good(tokens: Tokens, text: str) -> bool:
-    """Whether this is the token of an agent who may work here: not revoked, not expired, of this database."""
+    """Whether this is a valid token of an agent: of this database, not revoked, not expired."""
     try:
         identity = await tokens.identify(text)
     except Unauthorized:

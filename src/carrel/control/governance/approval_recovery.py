@@ -1,7 +1,7 @@
-"""After a restart: approvals that the server before took to run an operation, and whose end nobody saw.
+"""Recovery of approvals after a restart: the previous process used them for an operation whose end nobody saw.
 
-The sandbox outlives the server and remembers what was begun in it. What surely was not begun there never will be, and
-its approval can be used again; everything else stays used. Whatever is found out is in the audit log.
+The sandbox outlives the server and remembers which runs began in it. If a run surely did not begin, it never will, and
+its approval can be used again; every other approval stays used. The audit log records each finding.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ log = logging.getLogger("carrel.recovery")
 
 NAME = "recover_approval"
 _WORDS = {
-    True: "it was begun when the server ended",
-    False: "the server ended before it was begun; the approval can be used again",
-    None: "the server ended, and nobody can tell whether it was begun",
+    True: "the operation had begun when the server ended",
+    False: "the server ended before the operation began; the approval can be used again",
+    None: "the server ended, and it is unknown whether the operation had begun",
 }
 _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
 async def settle_runs(store: ApprovalStore, boxes: Iterable[LiveSandbox], audit: AuditLog, node: str) -> int:
-    """Settle what this server left; says how many approvals can be used again. Runs once, before it takes requests."""
+    """Recover the approvals of this server; return how many can be used again. Runs once, before it takes requests."""
     running = {box.instance: box for box in boxes}
     left, given_back = await store.runs(node), 0
     answers = await asyncio.gather(*(_begun(running.get(each.run_in or ""), each.run or "") for each in left))
     for record, begun in zip(left, answers, strict=True):
-        # Written before it is done: killed in between, it is found and asked for again.
+        # Recorded before the change: a server that is killed in between finds it again.
         ticket = await audit.begin(_entry(record, begun, node))
         await store.ended(record.id, record.run or "", used=begun is not False)
         ticket.end(Ending(reason=_WORDS[begun]))
@@ -53,10 +53,10 @@ def _entry(record: ApprovalRecord, begun: bool | None, node: str) -> Entry:
 
 
 async def _begun(box: LiveSandbox | None, run: str) -> bool | None:
-    """Whether a run was begun in a sandbox; if it says no, it will refuse it from now on."""
+    """Whether a run began in a sandbox; a sandbox that says no refuses the run from now on."""
     if box is None:
         return None
     try:
         return await box.connection.void_run(run)
-    except CarrelError:  # it does not answer, or is older than the question
+    except CarrelError:  # it does not answer, or does not know the route
         return None

@@ -1,8 +1,8 @@
-"""Approvals: what policy leaves to a person is kept, shown, decided, and then done once.
+"""Approvals: an operation that policy leaves to a person waits, is shown, is decided, and then runs once.
 
-One inbox for every kind of operation. What it decides on is exactly what was asked for: an approval names the operation
-by a digest, and is used up by the first one who runs it. While that runs its approval says so: a server that takes over
-can find out whether it was begun.
+One inbox for every kind of operation. An approval is for exactly the operation that was asked for: it has the digest of
+the operation, and the first run uses it up. The approval records its run, so that a server that takes over can find out
+whether it began.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ log = logging.getLogger("carrel.approvals")
 
 LONGEST_SUMMARY = 500
 _READ = 32 * LONGEST_SUMMARY
-"""Characters of one line of which a summary is made: nobody else is served while they are looked at one by one."""
-_ENDS = re.compile(r"(?<!\s)\s*\n\s*")  # tried once for a row of blanks, not at each of them
+"""Characters of a line that a summary reads: the event loop is busy while they are checked one by one."""
+_ENDS = re.compile(r"(?<!\s)\s*\n\s*")  # matches once for a run of blanks, not at each of them
 _BLANKS = re.compile(r"[ \t]+")
 _SAYS_NOTHING = frozenset({"command", "digest", "interactive", "timeout"})
 MOST_WAITING = 100
-"""How many requests of one context may wait at once: nobody reads more, and others want to be seen too."""
+"""How many requests of one context may wait at once: nobody reads more, and other contexts must stay visible."""
 DAY_S = 86_400.0
 LOOK_EVERY_S = 1.0
-"""How often somebody who waits looks into the database: another server may have the decision."""
+"""How often a waiting request reads the database: the decision may be made on another server."""
 
 
 class Rules(Protocol):
-    """The policies, as far as approvals need them."""
+    """The part of the policies that approvals need."""
 
     async def decide(self, call: Call) -> Verdict:
-        """The verdict on an operation by the rules there are now."""
+        """Return the verdict on an operation by the current rules."""
 
 
 Redact = Callable[[str | None, Mapping[str, object]], Awaitable[dict[str, object]]]
-"""Takes the secrets of a context, or of an ephemeral sandbox, out of arguments."""
+"""Removes the secrets of a context, or of an ephemeral sandbox, from arguments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leave:
-    """Leave to do an operation now, under an approval. With a `run` it is used up by that."""
+    """Permission to run an operation now, under an approval. With a `run`, the run uses it up."""
 
     approval: str
     run: str | None = None
 
 
 def digest(call: Call) -> str:
-    """The name of an operation exactly as it was asked for, in its context."""
+    """Return a digest of the operation exactly as it was asked for, in its context."""
     asker = call.context_id or call.asks_as or call.sandbox_id
     value = [call.kind, call.name, asker, call.arguments]
     text = json.dumps(value, sort_keys=True, default=str, ensure_ascii=True)
@@ -77,8 +77,8 @@ def digest(call: Call) -> str:
 
 
 def _asker(call: Call) -> str | None:
-    """The one subject that may use an approval of an operation, or wait for it. None for outbound connections: they
-    come from the context's sandbox, which has another id after each start.
+    """Return the only subject that may use an approval of an operation, or wait for it. None for outbound connections:
+    they come from the sandbox of the context, which has another id after each start.
     """
     return None if call.kind == "network" else call.subject
 
@@ -88,8 +88,8 @@ def _path_first(key: str) -> tuple[bool, str]:
 
 
 def visible(text: str) -> str:
-    """An agent's words in one line, in which nothing can hide: the ends of lines are marked, and what a terminal or a
-    page would obey, or not show, is written out.
+    """Return a text of an agent in one line in which nothing can hide: line ends are marked, and control or invisible
+    characters are written as escapes.
     """
     return _written_out(_one_line(text))
 
@@ -103,7 +103,7 @@ def _written_out(line: str) -> str:
 
 
 def summary(call: Call, approval_id: str = "") -> str:
-    """What is asked for, in one line. What it leaves out is named, and where it is shown."""
+    """Return the operation in one line. It names what it leaves out, and where to see it."""
     arguments, beside = call.arguments, []
     if call.kind == "mcp":
         given = {key: value for key, value in arguments.items() if key not in {"server", "tool"}}
@@ -125,7 +125,7 @@ def summary(call: Call, approval_id: str = "") -> str:
 
 
 class Approvals(Attachment):
-    """The inbox of one server; servers on one database share it."""
+    """The approvals of one server; servers on one database share them."""
 
     def __init__(
         self,
@@ -151,13 +151,14 @@ class Approvals(Attachment):
         self._asking = asyncio.Lock()
         self._closed = False
 
-    # the agent's side
+    # for agents
 
     async def leave(self, call: Call, decision: Verdict) -> Leave:
-        """Leave to do the operation now; else `ApprovalNeeded` or `Denied`. Say `ended` when it is over.
+        """Return the permission to run the operation now, or raise `ApprovalNeeded` or `Denied`. Call `ended` when it
+        is over.
 
-        Of several who wait for the same, the first gets what was approved once. The others ask again, for as long as
-        they wait; where a rule was given that covers it, they need not.
+        Of several callers that wait for the same operation, the first uses an approval that is for one run. The others
+        ask again, unless the decision added a rule that covers the operation.
         """
         who, name = call.caller, digest(call)
         assert who is not None, "upkeep asks nobody"
@@ -168,14 +169,14 @@ class Approvals(Attachment):
                 raise Conflict(
                     f"approval '{record.id}' was asked for by another caller",
                     field="approval",
-                    hint="ask without the handle: what a person approved once is for the one who asked",
+                    hint="ask without the approval: it is only for the caller who asked first",
                 )
             leave = await self._use(record, name, call)
             if leave is None:
                 raise Conflict(
                     f"approval '{record.id}' was used already: it runs its operation once",
                     field="approval",
-                    hint="ask again without the handle: every equal request needs an approval of its own",
+                    hint="ask again without the approval: every equal request needs an approval of its own",
                 )
             return leave
         until = time.monotonic() + who.wait_s
@@ -192,38 +193,38 @@ class Approvals(Attachment):
                 return Leave(record.id)
 
     async def _covered(self, call: Call) -> bool:
-        """Whether the rules, of which one was just given, allow an operation by now."""
+        """Whether the rules, with the one just added, allow an operation now."""
         return (await self._rules.decide(call)).allows
 
     async def _found(self, call: Call, decision: Verdict, name: str) -> ApprovalRecord:
-        """What was approved of the same already, or waits; else a person is asked."""
+        """Return an approval of the same operation that was given or waits; else ask a person."""
         now, asker = self._clock(), _asker(call)
         if call.context_id is not None:
             granted = await self._store.granted(call.context_id, name)
             if granted is not None:
                 return granted
-        if call.kind in {"network", "mcp"}:  # who connects, or an MCP client, can show no handle
+        if call.kind in {"network", "mcp"}:  # a connection or an MCP client cannot send the id of an approval
             ready = await self._store.ready(call.context_id, name, now - self._ttl_s, asker)
             if ready is not None:
                 return ready
         if (waiting := await self._store.pending(call.context_id, name, now, asker)) is not None:
             return waiting
-        record = await self._draft(call, decision, name)  # may take long, and nobody waits for it
-        async with self._asking:  # two who ask for the same at once wait for the same decision
+        record = await self._draft(call, decision, name)  # may take long, so it is made outside the lock
+        async with self._asking:  # two equal requests at once wait for the same decision
             waiting = await self._store.pending(call.context_id, name, record.created_at, asker)
             return waiting or await self._ask(call, record)
 
     async def ended(self, leave: Leave, *, used: bool) -> None:
-        """What leave was given for is over; or it was not begun, and the approval can be used again."""
+        """Record that the operation is over; or that it did not begin, so that the approval can be used again."""
         if leave.run is None:
             return
         try:
             await self._store.ended(leave.approval, leave.run, used=used)
-        except CarrelError as error:  # the next start asks the sandbox
-            log.warning("that approval %s was used could not be written down: %s", leave.approval, error)
+        except CarrelError as error:  # the recovery after the next start asks the sandbox
+            log.warning("the use of approval %s could not be recorded: %s", leave.approval, error)
 
     async def _draft(self, call: Call, decision: Verdict, name: str) -> ApprovalRecord:
-        """What a person would be asked."""
+        """Return the question to a person."""
         arguments = await self._redact(call.owner, call.arguments)
         why = await self._redact(call.owner, {"reason": decision.reason or "no rule covers it"})
         approval_id, now = f"apr-{secrets.token_hex(8)}", self._clock()
@@ -252,12 +253,12 @@ class Approvals(Attachment):
         return record
 
     async def _use(self, record: ApprovalRecord, name: str, call: Call) -> Leave | None:
-        """Leave by an approval that was given; None when another has used it up."""
+        """Return the permission of an approval that was given; None when it is used up."""
         if record.digest != name:
             raise Conflict(
                 f"approval '{record.id}' is for another operation",
                 field="approval",
-                hint="repeat exactly what was approved, or ask anew without the handle",
+                hint="repeat exactly what was approved, or ask again without the approval",
             )
         record = self._aged(record)
         if record.state is ApprovalState.PENDING:
@@ -271,7 +272,7 @@ class Approvals(Attachment):
         leave = Leave(record.id, run := secrets.token_hex(16))
         try:
             taken = await self._store.use(record.id, self._clock(), run=run, node=self._node, place=call.runs_in)
-        except BaseException:  # who asked went away, or the database: it may be taken all the same
+        except BaseException:  # the caller went away or the database failed: the use may be recorded all the same
             await self.ended(leave, used=False)
             raise
         return leave if taken else None
@@ -327,7 +328,7 @@ class Approvals(Attachment):
         if record.state is ApprovalState.EXPIRED:
             words, hint = (
                 "it was not decided, or not used, in time",
-                "ask again without the handle if it is still needed",
+                "ask again without the approval if it is still needed",
             )
         else:
             words, hint = record.message or "a person denied it", "choose another way"
@@ -342,10 +343,10 @@ class Approvals(Attachment):
             approval=record.id,
         )
 
-    # the person's side
+    # for people
 
     async def get(self, approval_id: str) -> ApprovalInfo:
-        """One approval; `NotFound`."""
+        """Return an approval; `NotFound`."""
         return self._aged(await self.known(approval_id)).info()
 
     async def page(
@@ -356,7 +357,7 @@ class Approvals(Attachment):
         states: Iterable[ApprovalState] | None = None,
         context_id: str | None = None,
     ) -> ApprovalPage:
-        """Approvals, newest first."""
+        """Return approvals, newest first."""
         await self.expire()
         records, following = await self._store.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
         return ApprovalPage(items=[record.info() for record in records], next=following)
@@ -364,7 +365,7 @@ class Approvals(Attachment):
     async def settle_decision(
         self, approval_id: str, decision: ApprovalDecision, by: str, rule: str | None, message: str | None
     ) -> ApprovalRecord:
-        """Write a decision down; `Conflict` when there is one already. `wake` those who wait when it is carried out."""
+        """Store a decision; `Conflict` when there is one already. Call `wake` when it is carried out."""
         done = await self._store.decide(
             approval_id,
             ApprovalState.APPROVED if decision.approve else ApprovalState.DENIED,
@@ -382,7 +383,7 @@ class Approvals(Attachment):
         return found
 
     async def watch(self) -> AsyncIterator[ApprovalInfo]:
-        """What waits now, then every approval that comes or changes, for as long as somebody listens."""
+        """Yield the pending approvals, then every approval that is created or changes."""
         known: dict[str, ApprovalState] = {}
         while not self._closed:
             changed = self._changed
@@ -402,34 +403,34 @@ class Approvals(Attachment):
                 continue
 
     async def expire(self) -> None:
-        """Mark what waited too long."""
+        """Mark the approvals that waited too long as expired."""
         if await self._store.expire(self._clock()):
             self.wake()
 
     async def prune(self) -> None:
-        """Remove what was settled long ago; the audit log keeps who asked and who decided."""
+        """Remove approvals that were decided long ago; the audit log keeps who asked and who decided."""
         await self.expire()
         removed = await self._store.prune(self._clock() - self._keep_s)
         if removed:
-            log.info("%d approvals that were settled long ago were removed", removed)
+            log.info("%d old approvals were removed", removed)
 
     async def forget(self, context_id: str) -> None:
-        """Let what was approved for a context that is gone hold no longer, and nobody be asked for it."""
+        """Delete the approvals of a deleted context, pending ones too."""
         if await self._store.forget(context_id):
             self.wake()
 
     def close(self) -> None:
-        """Let everybody go who waits or watches: the server ends."""
+        """End all waiting and watching: the server ends."""
         self._closed = True
         self.wake()
 
     def wake(self) -> None:
-        """Tell those who wait or watch that something changed."""
+        """Wake everybody who waits or watches: something changed."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def known(self, approval_id: str) -> ApprovalRecord:
-        """The record of an approval; `NotFound`."""
+        """Return the record of an approval; `NotFound`."""
         record = await self._store.get(approval_id) if 0 < len(approval_id) <= 64 else None
         if record is None:
             raise NotFound(

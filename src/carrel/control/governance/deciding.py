@@ -1,6 +1,6 @@
-"""Decides operations by a policy: on the event loop where that is quick, in a thread where it may be long.
+"""Decides operations by a policy: on the event loop if that is quick, in a thread if it may take long.
 
-Knows which arguments of an operation are decided and how. Keeps no policies.
+Knows which arguments of an operation are decided and how. Stores no policies.
 """
 
 from __future__ import annotations
@@ -31,21 +31,23 @@ DIALECT: Dialect = "sh"
 """A command that is a text runs under `/bin/sh -c`."""
 MOST_REQUIREMENTS = 1 << 20
 QUICK_CHARACTERS, QUICK_RULES = 1_000, 1_000
-"""A decision about so much text by so many rules takes the event loop some 40 ms at most; longer ones get a thread."""
+"""A decision about this much text by this many rules takes the event loop at most about 40 ms; larger ones use a
+thread.
+"""
 LONG_DECISIONS = 2
-"""How many long decisions are made at once: each keeps a processor busy, for a second or two."""
+"""How many long decisions run at once: each uses a processor for a second or two."""
 _DECIDED = ("command", "cwd", "env", "files", "install", "path", "destination", "host", "server", "tool")
-"""The arguments that decisions look at."""
+"""The arguments that decisions read."""
 
 
 class Decider:
-    """Makes decisions, few long ones at once."""
+    """Makes decisions, only a few long ones at once."""
 
     def __init__(self) -> None:
         self._long = asyncio.Semaphore(LONG_DECISIONS)
 
     async def decide(self, policy: Policy, call: Call, workspace: str | None) -> Verdict:
-        """What a policy says of a call. `workspace` is where its files lie on this server."""
+        """Return the verdict of a policy on a call. `workspace` is the path of its files on this server."""
         if _is_quick(policy, _given(call)):
             with suppress(_WouldBlock):
                 return verdict_of(policy, call, _refuse_to_read)
@@ -53,7 +55,7 @@ class Decider:
             return await run_to_end(lambda: verdict_of(policy, call, partial(_read, workspace)))
 
     async def explain(self, policy: Policy, command: str | list[str], cwd: str | None) -> Verdict:
-        """What a policy says of a command, part by part; no file is read."""
+        """Return the verdict of a policy on a command, part by part; reads no file."""
         place = _absolute(cwd)
         if _is_quick(policy, [command]):
             return decide_shell(policy, command, cwd=place, dialect=DIALECT)
@@ -74,7 +76,7 @@ def _read(workspace: str | None, path: str) -> str | None:
 
 
 def _given(call: Call) -> list[str | Sequence[str]]:
-    """The texts of a call that are decided."""
+    """Return the texts of a call that are decided."""
     found: list[str | Sequence[str]] = []
     for name in _DECIDED:
         value = call.arguments.get(name)
@@ -90,21 +92,21 @@ def _is_quick(policy: Policy, texts: Sequence[str | Sequence[str]]) -> bool:
 
 
 def verdict_of(policy: Policy, call: Call, read: Callable[[str], str | None]) -> Verdict:
-    """What a policy says of a call. `read` gives the text of a file of the workspace. May block for long."""
+    """Return the verdict of a policy on a call. `read` returns the text of a file of the workspace.
+    May block for long.
+    """
     arguments, decides = call.arguments, call.operation.decides
     if decides == "command":
         verdict = _of_command(policy, arguments, read)
         if verdict.asks and not call.operation.asks:
-            return Verdict("allow", "it was let in when it was added")
+            return Verdict("allow", "it was allowed when it was added")
         return verdict
     if decides == "host":
         port = arguments.get("port")
         return decide_network(policy, str(arguments.get("host", "")), port if isinstance(port, int) else None)
     if decides == "tool":
         return decide_mcp(policy, str(arguments.get("server", "")), str(arguments.get("tool", "")))
-    if isinstance(
-        decides, str
-    ):  # nothing, or the variables of a sandbox, which are decided where its template is known
+    if isinstance(decides, str):  # nothing; or variables of a sandbox, which `Policies` decides
         return ALLOWED
     parts = []
     for each in decides:
@@ -143,8 +145,8 @@ def _absolute(path: str | None) -> str:
 
 
 def read_below(workspace: str, path: str) -> str | None:
-    """The text of a small file of a workspace, given its path in the sandbox; None when it cannot be had. No link in
-    the agent's tree is followed.
+    """Return the text of a small file of a workspace, by its path in the sandbox; None when it cannot be read. Follows
+    no link in the tree of the agent.
     """
     relative = os.path.relpath(os.path.normpath(_absolute(path)), WORKSPACE)
     if relative.startswith(".."):

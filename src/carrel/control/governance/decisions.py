@@ -65,7 +65,7 @@ class ApprovalDecisions:
         message = None if decision.message is None else str(shown["message"])
         found = await self._approvals.settle_decision(record.id, decision, by.subject, rule, message)
         try:
-            if rule is not None:  # only now: another may have denied it meanwhile
+            if rule is not None:  # only now: somebody else may have denied it meanwhile
                 await self._rules.add_rule(record.context_id or "", rule, by.subject)
         except CarrelError as error:
             error.hint = "the request is approved, once; add the rule to the policy of its context"
@@ -75,7 +75,7 @@ class ApprovalDecisions:
         return found.info()
 
     async def decide_all(self, batch: ApprovalBatch, by: Identity) -> ApprovalBatchResult:
-        """The same decision for several; one that cannot be decided does not keep the others."""
+        """Decide several approvals alike; one that cannot be decided does not stop the others."""
         result = ApprovalBatchResult(decided=[])
         for approval_id in dict.fromkeys(batch.ids):
             try:

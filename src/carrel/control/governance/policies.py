@@ -1,7 +1,7 @@
-"""The policies of contexts: kept, compiled once, and asked about operations.
+"""The policies of contexts: stored, compiled once, and asked for verdicts.
 
-Three layers: what the operator gives the whole server, what the template of a context has, and what the context has
-itself. Decides by `policy` alone; whoever asks acts on it.
+Three layers: the policy of the server, of the template of a context, and of the context itself. Decides with
+`carrel.policy`; enforces nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from carrel.store.policies import PolicyRecord, PolicyStore
 from carrel.threads import run_to_end
 
 FRESH_S = 5.0
-"""How long a change made by another server may stay unseen."""
+"""How long a change made by another server may go unnoticed."""
 MOST_CACHED, MOST_TEMPLATES = 4096, 1024
 TRIES = 10
 INDEX_LABEL = "index"
@@ -66,7 +66,7 @@ class Policies:
 
     @staticmethod
     def server_layer(settings_file: str | None, sources_file: str | None) -> Layer | None:
-        """What the operator's files say; `InvalidRequest` when one cannot be read. Blocking."""
+        """Read the policy files of the operator; `InvalidRequest` when one cannot be read. Blocking."""
         if settings_file is None and sources_file is None:
             return None
         settings = sources = None
@@ -79,12 +79,12 @@ class Policies:
     # asking
 
     async def of(self, context_id: str | None, sandbox_id: str = "") -> Policy:
-        """The policy that holds for a context, or for an ephemeral sandbox."""
+        """Return the policy of a context, or of an ephemeral sandbox."""
         name = context_id or sandbox_id
         return await self._of(context_id, await self._templates.of(name) if name else None)
 
     async def of_record(self, record: SessionRecord) -> Policy:
-        """The policy that holds for a session, also one that is only about to be."""
+        """Return the policy of a session, also of one that is about to start."""
         if record.acts_for is None or discovers(record):
             return await self._of(whose(record), record.template)
         policy = await self._of(record.acts_for or None, record.template)
@@ -92,7 +92,7 @@ class Policies:
         return Policy.of(layers, context_id=record.acts_for or "ephemeral", workspace=WORKSPACE)
 
     async def of_asker(self, context_id: str | None, template: str | None) -> Policy:
-        """The policy that holds for a context or for a sandbox made by a template."""
+        """Return the policy of a context, or of a sandbox with a template."""
         return await self._of(context_id, template)
 
     async def _of(self, context_id: str | None, template: str | None) -> Policy:
@@ -105,7 +105,7 @@ class Policies:
             return known.policy
         changes = self._changes
         record = await self._store.get(context_id)
-        if changes != self._changes:  # what was read may be from before
+        if changes != self._changes:  # the record may have been read before the change
             return await self._of(context_id, template)
         version = 0 if record is None else record.version
         if known is not None and known.layer is layer and known.version == version:
@@ -120,7 +120,7 @@ class Policies:
         return policy
 
     def _without_documents(self, layer: Layer | None) -> Policy:
-        """The policy of whoever has no documents of their own: one for all of them."""
+        """Return the policy of a context without documents of its own: one for all of them."""
         if layer is None:
             return self._default
         known = self._shared.get(id(layer))
@@ -130,7 +130,7 @@ class Policies:
         return known[1]
 
     async def decide(self, call: Call, workspace: str | None = None) -> Verdict:
-        """What the policy of its context says of a call. `workspace` is where its files lie on this server."""
+        """Return the verdict on a call. `workspace` is the path of its files on this server."""
         decides = call.operation.decides
         if decides == "nothing":
             return ALLOWED
@@ -142,7 +142,7 @@ class Policies:
         return await self._decider.decide(policy, call, workspace)
 
     async def _decide_variables(self, call: Call) -> Verdict:
-        """The variables a sandbox is started with are those of every command in it, and decided like theirs."""
+        """Decide the variables of a new sandbox like those of a command: every command in it gets them."""
         env, template = call.arguments.get("env"), call.arguments.get("template")
         if not isinstance(env, Mapping):
             return ALLOWED
@@ -150,24 +150,24 @@ class Policies:
         return decide_environment(await self._of(call.context_id, named), env)
 
     async def longest(self, record: SessionRecord) -> float | None:
-        """The longest that a command of a session may take by its policy; None where the policy has no such limit."""
+        """Return the longest time that the policy allows a command of a session; None for no limit."""
         return (await self.of_record(record)).limits.max_execution_time_seconds
 
     async def explain(self, context_id: str | None, command: str | list[str], cwd: str | None) -> Explanation:
-        """What the policy says of a command, part by part."""
+        """Explain the verdict on a command, part by part."""
         return explained(await self._decider.explain(await self.of(context_id), command, cwd))
 
     # keeping
 
     async def get(self, context_id: str) -> PolicyInfo:
-        """The policy of a context as it was given, with what should be known about its rules."""
+        """Return the documents of a context, with warnings about its rules."""
         record = await self._store.get(context_id)
         layer = await self._layer(context_id)
         return await run_to_end(lambda: self._info(context_id, record, layer))
 
     async def write(self, context_id: str, given: PolicyDocuments, by: str) -> PolicyInfo:
-        """Write the documents of a context; refused whole when a rule cannot be read or would defeat it.
-        `PolicyChanges` tells running sandboxes.
+        """Write the documents of a context; refuse all of them when a rule cannot be read or would disable the policy.
+        `PolicyChanges` updates running sandboxes.
         """
         before = await self._store.get(context_id)
         fields = given.model_fields_set
@@ -182,13 +182,13 @@ class Policies:
         return await self.get(context_id)
 
     async def erase(self, context_id: str) -> None:
-        """Delete the documents of a context. `PolicyChanges` tells running sandboxes."""
+        """Delete the documents of a context. `PolicyChanges` updates running sandboxes."""
         await self._store.delete(context_id)
         self._forget(context_id)
 
     async def copy(self, origin: str, context_id: str) -> Callable[[], Awaitable[None]]:
-        """Give a fork the policy of its origin. A context may have one from before it was deleted: only who administers
-        may replace that, else a fork would be the way to other rules. What is returned takes it back.
+        """Give a fork the policy of its origin; return a function that undoes it. A context may still have a policy
+        from before it was deleted: only an administrator may replace that, or a fork could be used to change rules.
         """
         record, own = await self._store.get(origin), await self._store.get(context_id)
         given, has = ((each.settings, each.sources) if each else (None, None) for each in (record, own))
@@ -218,10 +218,10 @@ class Policies:
         return undo
 
     async def check_rule(self, context_id: str, rule: str) -> None:
-        """Refuse a rule that cannot be read or would defeat the policy."""
+        """Refuse a rule that cannot be read or would disable the policy."""
         if not (await self.of(context_id)).governed:
             raise InvalidRequest(
-                "this context has no settings: with this rule as the only one, everything else would ask",
+                "this context has no settings: with this as its only rule, everything else would need an approval",
                 field="rule",
                 hint="approve it for the context, or give the context settings first",
             )
@@ -236,12 +236,11 @@ class Policies:
             try:
                 await self.write(context_id, given, by)
                 return
-            except Conflict:  # another rule was given at the same moment
+            except Conflict:  # another rule was added at the same moment
                 if not left:
                     raise
 
     def _forget(self, context_id: str) -> None:
-        """Its policy was changed."""
         self._changes += 1
         self._cache.pop(context_id)
 
@@ -277,7 +276,7 @@ class Policies:
 
 
 def _names_context(layers: Sequence[Layer | None]) -> bool:
-    """Whether a rule means something else in every context."""
+    """Whether a rule differs between contexts."""
     given = [layer.settings.permissions for layer in layers if layer is not None and layer.settings is not None]
     return any("${CONTEXT_ID}" in text for each in given for text in (*each.allow, *each.deny))
 
@@ -293,7 +292,7 @@ def _text(path: str) -> bytes:
 
 
 def _with_rule(context_id: str, before: PolicyRecord | None, rule: str) -> PolicyRecord:
-    """A policy that allows something more."""
+    """Return the documents with one more allow rule."""
     record = before or PolicyRecord(context_id, None, None, 0, 0.0, "")
     settings = json.loads(json.dumps(record.settings or {}))
     allow = settings.setdefault("permissions", {}).setdefault("allow", [])

@@ -1,4 +1,4 @@
-"""The parts of a policy that hold inside a sandbox: its limits and its masks."""
+"""The parts of a policy that are enforced inside a sandbox: its limits and its masks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ class PolicyMasks(Attachment):
         self._policies = policies
 
     async def of(self, record: SessionRecord) -> Masks | None:
-        """The masks of a session. A sandbox in which carrel builds something holds nothing to hide, and has none."""
+        """Return the masks of a session. A sandbox in which carrel builds something has nothing to hide, so it has
+        none.
+        """
         if not is_agent(record):
             return None
         return masks_of(await self._policies.of_record(record))
@@ -65,7 +67,7 @@ class PolicyMasks(Attachment):
         return replace(plan, masks=masks)
 
     async def is_outdated(self, box: LiveSandbox) -> bool:
-        """Masks are made when a sandbox starts."""
+        """Whether the masks would differ after a restart."""
         return await self.of(box.record) != box.masks
 
     async def fork(self, fork: Fork) -> None:

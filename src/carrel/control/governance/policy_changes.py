@@ -10,7 +10,7 @@ from carrel.models import PolicyDocuments, PolicyInfo, SandboxRequest
 
 
 class PolicyChanges:
-    """The one way to change the policy of a context."""
+    """The only way to change the policy of a context."""
 
     def __init__(self, policies: Policies, live: LiveSandboxes, attachments: Attachments, sessions: Sessions):
         self._policies = policies
@@ -19,8 +19,8 @@ class PolicyChanges:
         self._sessions = sessions
 
     async def put(self, context_id: str, given: PolicyDocuments, by: str) -> PolicyInfo:
-        """Change the policy of a context. The masks of a running sandbox change only with a restart, which is done when
-        it is asked for.
+        """Change the policy of a context. Masks of a running sandbox change only with a restart, which is done if
+        requested.
         """
         info = await self._policies.write(context_id, given, by)
         await self._refresh(context_id)
@@ -34,7 +34,7 @@ class PolicyChanges:
         return info
 
     async def delete(self, context_id: str) -> None:
-        """Forget the policy of a context: the server's own holds from now on."""
+        """Delete the policy of a context: from now on it has the policy of the server."""
         await self._policies.erase(context_id)
         await self._refresh(context_id)
 

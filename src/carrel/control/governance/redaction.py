@@ -1,8 +1,8 @@
-"""Takes secrets out of what is shown: errors, what is told of commands, and the output of a command as it comes, two
-streams, cut anywhere, read from any offset.
+"""Removes secrets from errors, command lines and the output of commands: two streams, split anywhere, read from any
+offset.
 
-An offset counts raw bytes of both streams in the order they were written. One is handed out only where everything
-before it has been given, so that whoever goes on from it misses nothing.
+An offset counts raw bytes of both streams in the order of writing. It is given out only when everything before it was
+sent, so that a reader who continues from it misses nothing.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from carrel.redaction.redact import Redactor, StreamRedactor
 P = ParamSpec("P")
 T = TypeVar("T")
 Current = Callable[[], Awaitable[Redactor]]
-"""What takes out the secrets there are now: they may change while an output is read."""
+"""Returns the redactor for the current secrets: they may change while an output is read."""
 
 LARGE = 32 * 1024
-"""What has more bytes is looked through beside the event loop: text that is made for it takes long."""
+"""Larger texts are searched in a thread: a hostile text can take long."""
 _BESIDE = ThreadPoolExecutor(8, thread_name_prefix="carrel-redact")
 
 QUIET_S = 0.05
 """How long a terminal waits for what may be the rest of a secret."""
 MOST_WAITING = 64 * 1024
-"""How much of one stream waits while the other may be in the middle of a secret."""
+"""Bytes of one stream that may wait while the other may be in the middle of a secret."""
 
 
-async def apart(size: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-    """Do it, beside the event loop when that many bytes have to be looked through."""
+async def in_thread_if_large(size: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+    """Call a function, in a thread if it has to search that many bytes."""
     if size <= LARGE:
         return work(*arguments, **named)
     return await asyncio.get_running_loop().run_in_executor(_BESIDE, partial(work, *arguments, **named))
 
 
 class OutputRedactor:
-    """One reading of an output. `skip` raw bytes come first that are only looked at: they lie before the offset."""
+    """One reader of an output. The first `skip` raw bytes lie before the offset and are only searched."""
 
     def __init__(self, redactor: Redactor, skip: int = 0):
         self._redactor = redactor
@@ -58,18 +58,17 @@ class OutputRedactor:
 
     @property
     def holds(self) -> bool:
-        """Whether bytes are held back."""
         return self._holder is not None
 
     def use(self, redactor: Redactor) -> None:
-        """Take out these secrets from here on, also of what is held back."""
+        """Use another redactor from here on, also for bytes that are held back."""
         if redactor is not self._redactor:
             self._redactor = redactor
             for stream in self._streams.values():
                 stream.use(redactor)
 
     def feed(self, chunk: Chunk) -> list[Chunk]:
-        """What can be given now; `raw` of each says how many raw bytes it completes."""
+        """Return the chunks that can be sent now; `raw` of each is the number of raw bytes that it completes."""
         data = chunk.data
         if self._skip:
             passed = data[: self._skip]
@@ -88,7 +87,7 @@ class OutputRedactor:
         return given
 
     def quiet(self) -> list[Chunk]:
-        """What is so little that it tells nothing, when nothing has come for a moment: an echoed key, a prompt."""
+        """Return held bytes that are too few to reveal a secret, after a short silence: an echoed key, a prompt."""
         given: list[Chunk] = []
         if self._holder is not None and not self._waiting:
             stream = self._streams[self._holder]
@@ -97,14 +96,14 @@ class OutputRedactor:
         return given
 
     def finish(self) -> list[Chunk]:
-        """What is left when nothing more comes."""
+        """Return the rest at the end of the output."""
         given: list[Chunk] = []
         while self._holder is not None:
             given += self._settle(self._holder)
         return given
 
     def _settle(self, name: str) -> list[Chunk]:
-        """Take what is held as the end of its stream, and go on with what waited for it."""
+        """Treat the held bytes as the end of their stream, and continue with the chunks that waited."""
         given: list[Chunk] = []
         ended = self._streams[name]
         self._give(name, ended.finish(), given)
@@ -137,7 +136,7 @@ class OutputRedactor:
         position = self._streams[name].position
         raw = position - self._positions[name]
         self._positions[name] = position
-        if self._waiting:  # what waits lies before some of it: the offset moves when that is given too
+        if self._waiting:  # waiting chunks lie before it: the offset moves when they are sent
             self._owed += raw
             raw = 0
         if data or raw:
@@ -145,9 +144,9 @@ class OutputRedactor:
 
 
 async def clean_output(stream: AsyncIterator[bytes], current: Current, skip: int) -> AsyncGenerator[Chunk, None]:
-    """The output in a supervisor's frames, as it may be shown; the end comes last.
+    """Yield the output from frames of a supervisor without secrets; the end comes last.
 
-    The stream begins `skip` bytes before what is wanted: they are only looked at.
+    The stream begins `skip` bytes before the wanted offset: these are only searched.
     """
     reader, cleaned = FrameReader(), OutputRedactor(await current(), skip)
     async for data in _or_quiet(stream, cleaned):
@@ -157,7 +156,9 @@ async def clean_output(stream: AsyncIterator[bytes], current: Current, skip: int
             continue
         cleaned.use(await current())
         for raw in reader.feed(data):
-            for chunk in cleaned.finish() if raw.stream == "end" else await apart(len(raw.data), cleaned.feed, raw):
+            for chunk in (
+                cleaned.finish() if raw.stream == "end" else await in_thread_if_large(len(raw.data), cleaned.feed, raw)
+            ):
                 yield chunk
             if raw.stream == "end":
                 yield raw
@@ -166,7 +167,7 @@ async def clean_output(stream: AsyncIterator[bytes], current: Current, skip: int
 
 
 async def _or_quiet(stream: AsyncIterator[bytes], cleaned: OutputRedactor) -> AsyncIterator[bytes | None]:
-    """The pieces of a stream; None when bytes are held back and nothing has come for a moment."""
+    """Yield the pieces of a stream; None when bytes are held back and nothing came for a short time."""
     coming: asyncio.Future[bytes | None] | None = None
     try:
         while True:
@@ -193,8 +194,8 @@ async def _next(stream: AsyncIterator[bytes]) -> bytes | None:
 
 
 def clean_error(redactor: Redactor | None, error: CarrelError) -> None:
-    """Take secrets out of an error before anybody is told of it or it is logged. Without a redactor nothing is known
-    of the secrets there are: then it says no more than its code does.
+    """Remove secrets from an error before it is shown or logged. Without a redactor the secrets are unknown: then only
+    the title of the error remains.
     """
     if redactor is None:
         error.detail, error.hint, error.extra = error.title, None, {}
@@ -207,7 +208,7 @@ def clean_error(redactor: Redactor | None, error: CarrelError) -> None:
 
 
 def clean_info(redactor: Redactor, info: CommandInfo) -> CommandInfo:
-    """What is told of a command, without the secrets that somebody wrote into it."""
+    """Remove secrets from the command line of a command."""
     return info.model_copy(update={"command": redactor.value(info.command)})
 
 
@@ -215,7 +216,7 @@ R = TypeVar("R", bound=CommandResult)
 
 
 def clean_result(redactor: Redactor, result: R) -> R:
-    """The output of a finished command as it may be shown."""
+    """Remove secrets from the output of a finished command."""
     changes: dict[str, object] = {}
     for name, text, exact in (
         ("stdout", result.stdout, result.stdout_base64),

@@ -1,5 +1,5 @@
-"""Tells a URL of new approvals, signed, in the background. What cannot be delivered is tried again, then logged: the
-approval itself waits in the inbox whether or not anybody was told.
+"""Sends new approvals to a URL, signed, in the background. A failed delivery is tried again, then logged: the approval
+waits in the inbox in any case.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ LONGEST_PAUSE_S = 60.0
 
 
 def sign(secret: bytes, body: bytes, at: int) -> str:
-    """The signature of a body: the moment, and an HMAC-SHA-256 over the moment, a dot and the body."""
+    """Return the signature of a body: the time, and an HMAC-SHA-256 over the time, a dot and the body."""
     mac = hmac.new(secret, f"{at}.".encode() + body, hashlib.sha256).hexdigest()
     return f"t={at},v1={mac}"
 
 
 def genuine(secret: bytes, body: bytes, signature: str, now: float, tolerance_s: float = 300.0) -> bool:
-    """Whether a body was signed with the secret, and not too long ago. For whoever receives it."""
+    """Whether a body was signed with the secret, and not too long ago. For the receiver."""
     parts = dict(part.partition("=")[::2] for part in signature.split(","))
     if not parts.get("t", "").isdecimal() or abs(now - int(parts["t"][:20])) > tolerance_s:
         return False
@@ -42,14 +42,14 @@ def genuine(secret: bytes, body: bytes, signature: str, now: float, tolerance_s:
 
 
 class Webhook:
-    """One URL that is told. `start` it in the loop that uses it."""
+    """The webhook of the operator. `start` it in the event loop that uses it."""
 
     def __init__(
         self, url: str, secret: bytes, *, pause_s: float = 1.0, clock: Callable[[], float] = time.time
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise InvalidRequest("the webhook is no http or https URL", field="approvals.webhook")
+            raise InvalidRequest("the webhook is not an http or https URL", field="approvals.webhook")
         if not secret:
             raise InvalidRequest(
                 "a webhook needs a secret to sign with",
@@ -65,18 +65,17 @@ class Webhook:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to deliver."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def tell(self, approval: ApprovalInfo) -> None:
-        """Deliver an approval soon. Never waits."""
+    def send(self, approval: ApprovalInfo) -> None:
+        """Queue an approval for delivery. Never waits."""
         try:
             self._waiting.put_nowait(approval)
         except asyncio.QueueFull:
-            log.warning("the webhook at %s is too slow: it is not told of approval %s", self._host, approval.id)
+            log.warning("the webhook at %s is too slow: approval %s is not sent to it", self._host, approval.id)
 
     async def close(self) -> None:
-        """Give up what was not delivered."""
+        """Stop; approvals that were not delivered are dropped."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -88,7 +87,7 @@ class Webhook:
                 try:
                     await self._deliver(client, approval)
                 except Exception:
-                    log.exception("approval %s could not be told to %s", approval.id, self._host)
+                    log.exception("approval %s could not be sent to %s", approval.id, self._host)
 
     async def _deliver(self, client: httpx.AsyncClient, approval: ApprovalInfo) -> None:
         body = b'{"event":"approval.created","approval":' + approval.model_dump_json().encode() + b"}"
@@ -105,4 +104,4 @@ class Webhook:
             if answer.status_code < 300:
                 return
             said = f"status {answer.status_code}"
-        log.warning("the webhook at %s was not told of approval %s: %s", self._host, approval.id, said)
+        log.warning("the webhook at %s did not take approval %s: %s", self._host, approval.id, said)

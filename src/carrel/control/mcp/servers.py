@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from carrel.control.governance.redaction import apart
+from carrel.control.governance.redaction import in_thread_if_large
 from carrel.control.mcp.catalogue import (
     McpDiscovery,
     catalogue_info,
@@ -315,7 +315,7 @@ class McpServers:
                 size = len(json.dumps(answer))
                 traffic.gave(size)
                 clean = (await self._redactor(context)).value
-                return await apart(size, clean, answer)
+                return await in_thread_if_large(size, clean, answer)
         except BaseException as error:
             outcome = outcome_of(error)
             raise

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanage
 from functools import partial
 from typing import Protocol
 
-from carrel.control.governance.redaction import apart, clean_info, clean_result
+from carrel.control.governance.redaction import clean_info, clean_result, in_thread_if_large
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.call import Call, Traffic
 from carrel.control.operations.caller import Caller, caller
@@ -267,7 +267,7 @@ class SandboxOperations(ABC):
             size = size_of(result.output) + size_of(result.stderr)
             traffic.gave(size)
             clean = (await self._redactor(box.record.owner)).value
-            changes = await apart(size, clean, {"output": result.output, "stderr": result.stderr})
+            changes = await in_thread_if_large(size, clean, {"output": result.output, "stderr": result.stderr})
             return result.model_copy(update=changes)
 
     # files
@@ -343,7 +343,7 @@ class SandboxOperations(ABC):
         size = size_of(result.stdout, result.stdout_base64) + size_of(result.stderr, result.stderr_base64)
         traffic.gave(size)
         result.oom_killed = await for_memory(box, result)
-        return await apart(size, clean_result, await self._redactor(box.record.owner), result)
+        return await in_thread_if_large(size, clean_result, await self._redactor(box.record.owner), result)
 
 
 class Operations(SandboxOperations):

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
 
-from carrel.control.governance.redaction import apart, clean_info
+from carrel.control.governance.redaction import clean_info, in_thread_if_large
 from carrel.control.operations.checks import deadline_of, require_id, size_of
 from carrel.control.operations.operations import Operations
 from carrel.control.python.calls import Redactors, Wanting
@@ -171,7 +171,7 @@ class CodeContextOperations:
         gave(size_of(result.stdout) + size_of(result.stderr))
         result.oom_killed = result.status == "died" and await for_memory(box, result)
         redactor = await self._redactor(box.record.owner)
-        return await apart(size, clean_cell, redactor, result)
+        return await in_thread_if_large(size, clean_cell, redactor, result)
 
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

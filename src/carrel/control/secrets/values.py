@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from carrel.control.governance.redaction import apart, clean_error
+from carrel.control.governance.redaction import clean_error, in_thread_if_large
 from carrel.control.sessions.lifecycle import LIVE
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.control.sessions.owners import whose
@@ -213,7 +213,7 @@ class SecretValues:
 
     async def clean_text(self, name: str | None, text: str) -> str:
         """A text as it may be shown."""
-        return await apart(len(text), (await self.redactor(name)).text, text)
+        return await in_thread_if_large(len(text), (await self.redactor(name)).text, text)
 
     async def clean_error(self, name: str | None, error: CarrelError) -> None:
         """Take the secrets of a context, or of an ephemeral sandbox, out of an error."""
@@ -225,7 +225,7 @@ class SecretValues:
 
     async def clean(self, name: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
         """Arguments as they may be shown."""
-        return await apart(len(repr(arguments)), (await self.redactor(name)).value, dict(arguments))
+        return await in_thread_if_large(len(repr(arguments)), (await self.redactor(name)).value, dict(arguments))
 
 
 def _room(sizes: Mapping[str, int]) -> None:

@@ -1,4 +1,4 @@
-"""Attachments: the parts that make a workspace of a bare sandbox, such as policy, network, files, secrets, packages.
+"""Attachments: the parts that turn a bare sandbox into a workspace, such as policy, network, files, secrets, packages.
 
 Start, stop, fork and delete walk one list of them. The control plane builds that list; a part cannot be left out.
 """
@@ -19,7 +19,7 @@ from carrel.store import SessionRecord
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """A sandbox that is about to start, as far as it is decided."""
+    """A sandbox that is about to start, as far as it is planned."""
 
     request: SandboxRequest
     """The request, with the template's values filled in."""
@@ -30,7 +30,7 @@ class LaunchPlan:
     trusts_proxy: bool = False
     """Whether the sandbox trusts the certificates of the proxy."""
     notice: str | None = None
-    """Tells the caller what could not be done."""
+    """A message for the caller about something that could not be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Fork:
     undo: AsyncExitStack = field(default_factory=AsyncExitStack)
     """Called in reverse order when the fork cannot be made."""
     finished: AsyncExitStack = field(default_factory=AsyncExitStack)
-    """Called when the fork is made or could not be made."""
+    """Called when the fork is made, or has failed."""
 
 
 class Attachment:
@@ -53,34 +53,34 @@ class Attachment:
     """
 
     async def plan(self, plan: LaunchPlan) -> LaunchPlan:
-        """Decide before anything is made. Raise to refuse the start. Changes nothing but the plan."""
+        """Plan the start before anything is made. Raise to refuse it. Change nothing but the plan."""
         return plan
 
     async def prepare(self, plan: LaunchPlan, workspace: str) -> LaunchPlan:
-        """The workspace lies at that path and the sandbox does not run yet. Raise to end the start."""
+        """Prepare the start: the workspace is at that path and the sandbox does not run yet. Raise to end the start."""
         return plan
 
     async def attach(self, box: LiveSandbox) -> None:
-        """The sandbox runs and nobody uses it yet. Raise to end the start."""
+        """Attach to a sandbox that runs and that nobody uses yet. Raise to end the start."""
 
     async def refresh(self, box: LiveSandbox) -> None:
-        """The policy or the secrets of a running sandbox have changed."""
+        """Follow a change of the policy or the secrets of a running sandbox."""
 
     async def is_outdated(self, box: LiveSandbox) -> bool:
         """Whether only a restart brings a change of the policy into the running sandbox."""
         return False
 
     def detach(self, box: LiveSandbox) -> None:
-        """The sandbox is about to end, or its start has failed. May be called for one that was never attached."""
+        """Detach from a sandbox that is about to end, or whose start failed, even if it was never attached."""
 
     async def save(self, record: SessionRecord, workspace: str) -> None:
-        """The sandbox has ended and its files are about to be kept."""
+        """Save data of a sandbox that has ended, before its files are archived."""
 
     async def fork(self, fork: Fork) -> None:
         """Give a new context what its origin has."""
 
     async def forget(self, context_id: str) -> None:
-        """The context is deleted for good."""
+        """Delete everything of a context that is deleted for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +110,23 @@ class Attachments:
         return iter([each for _, each in self._named()])
 
     async def plan(self, plan: LaunchPlan) -> LaunchPlan:
-        """Let every attachment decide about a sandbox that is asked for."""
         for each in self:
             plan = await each.plan(plan)
         return plan
 
     async def prepare(self, plan: LaunchPlan, workspace: str) -> LaunchPlan:
-        """Let every attachment prepare the workspace and the plan."""
         for each in self:
             plan = await each.prepare(plan, workspace)
         return plan
 
     async def attach(self, box: LiveSandbox) -> None:
-        """Attach everything to a sandbox that has started."""
         for each in self:
             await each.attach(box)
 
     async def refresh(self, boxes: Iterable[LiveSandbox]) -> None:
-        """Bring changes of policies and secrets into running sandboxes. Raises the first failure when all are tried."""
+        """Apply changes of policies and secrets to running sandboxes. Tries all of them, then
+        raises the first failure.
+        """
         failures = await asyncio.gather(*map(self._refresh, boxes), return_exceptions=True)
         for failure in failures:
             if failure is not None:
@@ -148,12 +147,10 @@ class Attachments:
         return any([await each.is_outdated(box) for each in self])
 
     def detach(self, box: LiveSandbox) -> None:
-        """Detach everything from a sandbox that is about to end."""
         for each in reversed(list(self)):
             each.detach(box)
 
     async def save(self, record: SessionRecord, workspace: str) -> None:
-        """Let every attachment save what it keeps of a workspace."""
         for each in self:
             await each.save(record, workspace)
 
@@ -167,6 +164,5 @@ class Attachments:
             raise
 
     async def forget(self, context_id: str) -> None:
-        """Delete what the attachments keep of a context."""
         for each in reversed(list(self)):
             await each.forget(context_id)

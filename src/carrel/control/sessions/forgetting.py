@@ -1,6 +1,6 @@
-"""Deletes a context with everything that is kept of it, its rules too. The audit log stays.
+"""Deletes a context with all its data and its rules. The audit log stays.
 
-For administrators only: whoever asks has been checked before.
+For administrators only: the API checks the caller.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from carrel.store import SessionStore
 
 
 class Forgetting:
-    """Knows everything that can be kept of a context."""
+    """Knows all the data that a context can have."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Forgetting:
         self._files = files
 
     async def forget(self, context_id: str) -> None:
-        """End the session of a context and delete all that is kept of it; `NotFound` when that is nothing."""
+        """End the session of a context and delete all its data; `NotFound` when there is none."""
         async with self._operations.admit(FORGET_CONTEXT, {}, context_id=context_id):
             if not await self._known(context_id):
                 raise NotFound(

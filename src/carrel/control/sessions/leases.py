@@ -1,5 +1,5 @@
-"""Leases: which server has a session. Takes leases, keeps them, finds out when one is lost, and settles the sessions of
-servers that fell silent.
+"""Leases: they say which server owns a session. Takes and renews leases, notices when one is lost, and ends the
+sessions of servers that no longer answer.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Leases:
 
     @property
     def lease(self) -> tuple[str, float]:
-        """What a new session is inserted with."""
+        """The owner and duration for a new session."""
         return self.node, self.seconds
 
     def deadline(self, asked_at: float) -> float:
-        """Until when a lease asked for at that moment (monotonic) surely holds."""
+        """Return until when (monotonic) a lease that was requested at that moment is surely valid."""
         return asked_at + self.seconds
 
     async def take(self, record: SessionRecord, *, anew: bool = False) -> SessionRecord:
-        """Take the lease on a session; `RunsElsewhere` when another server has it."""
+        """Take the lease of a session; `RunsElsewhere` when another server has it."""
         fence = await self._leases.acquire(record.id, self.node, self.seconds, anew=anew)
         if fence is None:
             lease = await self._leases.get(record.id)
@@ -51,23 +51,23 @@ class Leases:
         return replace(record, fence=fence, lease_owner=self.node)
 
     async def renew(self) -> tuple[dict[str, int], float]:
-        """Extend every lease of this server; the sessions it has with their fences, and until when (monotonic)."""
+        """Renew every lease of this server. Return its sessions with their fences, and until when (monotonic)."""
         began = time.monotonic()
         return await self._leases.renew_all(self.node, self.seconds), self.deadline(began)
 
     async def hand_back(self, record: SessionRecord, to: str) -> None:
-        """Undo the taking of a lease from a server that fell silent."""
+        """Give a lease back to the silent server from which it was taken."""
         await self._leases.hand_back(record.id, self.node, record.fence, to)
 
     async def abandoned(self) -> list[str]:
-        """Sessions whose server fell silent: their lease ended, and nobody took it for as long again."""
+        """Return the sessions of silent servers: their lease ended, and nobody took it for the same time again."""
         return [
             lease.session_id for lease in await self._leases.expired(grace=self.seconds) if lease.owner != self.node
         ]
 
     async def revoke(self, record: SessionRecord) -> SessionRecord | None:
-        """Shut a silent server out of a session, without taking the session; None when it is back or another was
-        quicker.
+        """Fence a silent server off from a session, without taking the session; None when it is back, or another server
+        was quicker.
         """
         fence = await self._leases.revoke(record.id, record.fence)
         return None if fence is None else replace(record, fence=fence)
@@ -83,7 +83,7 @@ class LeaseUpkeep:
         self._attachments = attachments
 
     async def renew(self) -> None:
-        """Keep the leases on what runs here; what another server took is given up."""
+        """Renew the leases of running sandboxes; give up those that another server took."""
         held, deadline = await self._leases.renew()
         for box in self._live.all():
             if held.get(box.record.id) == box.record.fence:
@@ -92,7 +92,7 @@ class LeaseUpkeep:
                 await self._renew_late(box)
 
     async def _renew_late(self, box: LiveSandbox) -> None:
-        """The lease has ended: it may be had again, unless another server has the session or ended it for good."""
+        """Take an expired lease again, unless another server has the session or ended it for good."""
         began = time.monotonic()
         try:
             taken = await self._leases.take(box.record)
@@ -106,7 +106,7 @@ class LeaseUpkeep:
                 await self._live.end(box, self._attachments)
                 await self._store.update(box.record.id, fence=taken.fence, release=True)
             return
-        # Stopped by another server that thought this one dead, and resumed by none: it never stopped.
+        # Another server thought this one dead and recorded a stop; nobody resumed it: it never stopped.
         if now.state is State.STOPPED:
             running = {"state": State.RUNNING, "handle": box.handle, "end_reason": None, "notice": None}
             await self._store.update(box.record.id, running, fence=taken.fence)
@@ -114,7 +114,9 @@ class LeaseUpkeep:
         box.leased_until = self._leases.deadline(began)
 
     async def settle_abandoned(self) -> None:
-        """End the sessions of servers that no longer renew their leases. A resume takes the files from the archive."""
+        """End the sessions of servers that no longer renew their leases. A resume restores the
+        files from the archive.
+        """
         for session_id in await self._leases.abandoned():
             record = await self._store.get(session_id)
             if record is None or record.state not in LIVE:
@@ -122,7 +124,7 @@ class LeaseUpkeep:
             revoked = await self._leases.revoke(record)
             if revoked is None:
                 continue
-            words = f"server '{record.node}' fell silent"
+            words = f"server '{record.node}' no longer answers"
             log.warning("session %s: %s", record.id, words)
             await self._store.update(
                 record.id,

@@ -1,4 +1,4 @@
-"""The life of a session as a table: a state and an event give the next state, or a refusal. Pure: no I/O, no
+"""The lifecycle of a session as a table: a state and an event give the next state, or a refusal. Pure: no I/O, no
 clock.
 """
 
@@ -11,7 +11,7 @@ from carrel.models import State
 
 
 class Event(StrEnum):
-    """What can happen to a session."""
+    """An event in the lifecycle of a session."""
 
     START = "start"
     STARTED = "started"
@@ -35,14 +35,14 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     **{(state, Event.FAIL): State.ERROR for state in State if state is not State.TERMINATED},
     **{(state, Event.TERMINATE): State.TERMINATED for state in State},
 }
-"""Everything that is not in here is refused. A running session starts anew when its sandbox has died."""
+"""Every other transition is refused. A running session starts again when its sandbox has died."""
 
 LIVE = frozenset({State.CREATING, State.RUNNING, State.IDLE_STOPPING})
 """States in which a sandbox may exist."""
 
 
 def next_state(state: State, event: Event) -> State:
-    """The state after `event`; `Conflict` when it cannot happen in `state`."""
+    """Return the state after `event`; `Conflict` when it cannot happen in `state`."""
     following = TRANSITIONS.get((state, event))
     if following is None:
         possible = sorted(str(each) for at, each in TRANSITIONS if at is state)

@@ -1,4 +1,4 @@
-"""The running sandboxes as this process holds them. Decides nothing about them."""
+"""The running sandboxes in the memory of this process. Decides nothing about them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_STARVED = 1000
 
 
 class LiveSandbox:
-    """The way to a sandbox, and what must be quick to look up."""
+    """The connection to a running sandbox, and facts about it that are needed often."""
 
     __slots__ = (
         "asks_as",
@@ -65,57 +65,57 @@ class LiveSandbox:
         self.handle = handle
         self.workspace = workspace
         self.instance = blake3(json.dumps(handle, sort_keys=True).encode()).hexdigest()[:32]
-        """The name of this very sandbox: the next one of the session has another."""
+        """The name of this instance: the next sandbox of the session has another."""
         self.connection = SupervisorClient(str(handle["socket"]))
         self.last_activity = record.last_activity_at
         self.asks_as = ""
-        """Who asks a person in it when neither its context nor itself does: what was approved for one sandbox of these
-        calls is approved for the next.
+        """The name that approvals in it are for, if that is neither its context nor its id: an approval for one sandbox
+        for calls without a context is valid in the next.
         """
         self.only_for: tuple[str, str | None] | None = None
-        """Of a sandbox for calls without a context: whose calls it runs; nobody's while it is a spare."""
+        """For a sandbox for calls without a context: the caller whose calls it runs; None while it is a spare."""
         self.in_flight = 0
         self.used = False
-        self.used_bytes: int | None = None
         """Whether it was used since its disk was last measured."""
+        self.used_bytes: int | None = None
         self.changed = True
-        """Whether it may have changed its files since the last snapshot."""
+        """Whether its files may have changed since the last snapshot."""
         self.to_push = False
-        """Whether it may have changed its files since the last push to the filespace."""
+        """Whether its files may have changed since the last push to the filespace."""
         self.masks: Masks | Literal["unknown"] | None = "unknown"
-        """What of the policy holds inside it since it started."""
+        """The masks that are enforced inside it since it started."""
         self.trusting = False
-        """Whether it was started to trust the certificates of the proxy."""
+        """Whether it trusts the certificates of the proxy."""
         self.giving = asyncio.Lock()
-        """Held while it gets its secrets: of two changes the later one must come last."""
+        """Held while its secrets are delivered: of two changes the later one must come last."""
         self.given: Mapping[str, bytes] | None = None
-        """The secrets that this server gave it last; None when that is not known."""
+        """The secrets that this server delivered last; None if unknown."""
         self.has_secrets = True
-        """Whether it may have secrets, which may have to be taken away."""
+        """Whether it may have secrets that have to be removed."""
         self.packages: str | None = None
-        """The environment of its template, once its Python has it; empty when there is none."""
+        """The environment of its template, once it is attached; empty if the template has none."""
         self.refused: tuple[PlatformError, float] | None = None
-        """Why it could not have it, and until when that is not tried again."""
+        """Why that environment could not be attached, and until when it is not tried again."""
         self.attached: Cache[str, str] = Cache(MOST_ATTACHED, ATTACHED_S)
         """The names of environments, by what calls asked for."""
         self.code_contexts: dict[str, str | None] = {}
-        """The environment of each code context that was asked for."""
+        """The environment of each code context."""
         self.oom_kills = 0
         self.starved: Cache[str, bool] = Cache(MOST_STARVED)
-        """Of commands that were killed: whether it was for want of memory."""
+        """For commands that were killed: whether memory ran out."""
         self.over_quota: str | None = None
         self.on_end: list[Callable[[LiveSandbox], None]] = []
-        """Called when it is about to end, for those who use it."""
+        """Called when it is about to end."""
         self.leased_until = math.inf
-        """Until when this server surely has the session, by the monotonic clock."""
+        """Until when (monotonic) this server surely has the lease of the session."""
 
     def touch(self) -> None:
-        """The agent used it just now."""
+        """Record that the agent used it just now."""
         self.used = self.changed = self.to_push = True
         self.last_activity = time.time()
 
     def check_lease(self) -> None:
-        """Refuse to go on when another server may have the session by now."""
+        """Raise when another server may have the session by now."""
         if time.monotonic() > self.leased_until:
             raise PlatformError(
                 f"the lease on session {self.record.id} could not be renewed in time",
@@ -124,7 +124,7 @@ class LiveSandbox:
 
 
 class Detach(Protocol):
-    """Detaches everything from a sandbox that is about to end."""
+    """Detaches the attachments of a sandbox."""
 
     def detach(self, box: LiveSandbox) -> None: ...
 
@@ -140,29 +140,25 @@ class LiveSandboxes:
         return len(self._by_id)
 
     def all(self) -> list[LiveSandbox]:
-        """The sandboxes that run now."""
         return list(self._by_id.values())
 
     def get(self, session_id: str) -> LiveSandbox | None:
-        """The one with that id."""
         return self._by_id.get(session_id)
 
     def find(self, name: str) -> LiveSandbox | None:
-        """The one with that id or of that context."""
+        """Return the sandbox with that id or of that context."""
         return self._by_id.get(name) or self._by_id.get(self._by_context.get(name, ""))
 
     def add(self, box: LiveSandbox) -> None:
-        """One that was started or taken over."""
         self._by_id[box.record.id] = box
         if box.record.context_id is not None:
             self._by_context[box.record.context_id] = box.record.id
 
     def has(self, box: LiveSandbox) -> bool:
-        """Whether this very sandbox still runs, as far as is known."""
+        """Whether this instance is still registered."""
         return self._by_id.get(box.record.id) is box
 
     async def end(self, box: LiveSandbox, attachments: Detach) -> None:
-        """End a sandbox and forget it."""
         box.connection.close()
         attachments.detach(box)
         for told in box.on_end:
@@ -175,14 +171,14 @@ class LiveSandboxes:
 
 
 class SessionNotes:
-    """The notes of every session of this server."""
+    """Writes fields of session records that describe a session: its newest snapshot, a notice for its owner."""
 
     def __init__(self, live: LiveSandboxes, store: SessionStore):
         self._live = live
         self._store = store
 
     async def write(self, record: SessionRecord, **values: str | None) -> None:
-        """Change fields of a session's record, of a running one too."""
+        """Change fields in the record of a session, running or not."""
         box = self._live.get(record.id)
         if box is not None:
             box.record = replace(box.record, **values)  # type: ignore[arg-type]

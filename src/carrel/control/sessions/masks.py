@@ -1,7 +1,7 @@
-"""What of a policy holds inside a sandbox, whatever runs there: programs that cannot be run, files that cannot be read,
-places that alone can be written. Pure: makes the value that a provider is given.
+"""Masks: the part of a policy that is enforced inside a sandbox, whatever runs there: programs that cannot be run,
+files that cannot be read, the only places that can be written. Pure: computes the value that a provider gets.
 
-The rest of a policy is decided by admission alone. What is not masked, or not for all it means, is named by `unmasked`.
+The rest of a policy is decided by admission alone. `unmasked` lists the rules that are not masked, or only in part.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from carrel.policy.rules.rules import Rule
 from carrel.policy.verdict import Verdict
 from carrel.providers import Masks
 
-_NOT_HELD = "programs inside are not held by it: {}"
+_NOT_HELD = "programs inside are not bound by it: {}"
 _TOO_MANY = _NOT_HELD.format(f"there are more than {MOST} programs and paths to mask")
 _AT_THE_START = (
-    "programs inside are held by it for what is there when the sandbox starts; "
-    "what they make later they may change until it starts again"
+    "programs inside are bound by it for files that exist when the sandbox starts; "
+    "they may change files that they make later until it starts again"
 )
 
 
 def masks_of(policy: Policy) -> Masks | None:
-    """The masks of a policy; None when it has nothing that needs one."""
+    """Return the masks of a policy; None when it needs none."""
     programs = {name: rule for name, rule in _outright(policy) if _unmaskable_program(name) is None}
     hidden = [text for rule in policy.deny.files_of("read") if unmaskable(text := _path(rule)) is None]
     hidden = [text for text in hidden if is_possible(text)]
@@ -50,7 +50,9 @@ def masks_of(policy: Policy) -> Masks | None:
 
 
 def hides(masks: Masks | None) -> Callable[[str], bool] | None:
-    """Whether a path of the workspace is one that masks hide or keep as it is, or lies below one; None when none is."""
+    """Return a test for paths of the workspace that masks hide or make read-only, with all below them; None without
+    masks.
+    """
     if masks is None:
         return None
     patterns = [(split(text), True) for text in masks.hidden]
@@ -64,7 +66,7 @@ def hides(masks: Masks | None) -> Callable[[str], bool] | None:
 
 
 def _matches(parts: tuple[Part, ...], names: list[str], all_in_it: bool) -> bool:
-    """Whether a pattern means a path or, with all that is in it, something above it."""
+    """Whether a pattern matches a path or, with `all_in_it`, a directory above it."""
     states = _past(parts, {0})
     for name in names:
         if all_in_it and len(parts) in states:
@@ -81,12 +83,12 @@ def _matches(parts: tuple[Part, ...], names: list[str], all_in_it: bool) -> bool
 
 
 def _past(parts: tuple[Part, ...], states: set[int]) -> set[int]:
-    """The same states, and those behind a part that may mean no name at all."""
+    """Return the states, and those after a `**` that may match no name."""
     return states | {at + 1 for at in states if at < len(parts) and parts[at] is None}
 
 
 def unmasked(policy: Policy) -> list[tuple[Rule, str]]:
-    """The deny rules that admission holds and the masks do not hold, or hold in part; each with the reason."""
+    """Return the deny rules that masks do not enforce, or only in part; each with the reason."""
     masks = masks_of(policy) or Masks()
     masked = {*masks.programs, *masks.hidden, *masks.readonly}
     found: list[tuple[Rule, str]] = []
@@ -115,9 +117,9 @@ def unmasked(policy: Policy) -> list[tuple[Rule, str]]:
 
 
 def _inside(rule: Rule) -> list[str]:
-    """What a rule for writing or deleting means of the workspace, in the way masks write it.
+    """Return the patterns of a write or delete rule inside the workspace, in the form of masks.
 
-    A folder that is named is meant with all that is in it where it must not be written.
+    A deny rule for writing a folder includes everything in it.
     """
     assert rule.path is not None
     if not rule.path.parts:
@@ -135,25 +137,25 @@ def _inside(rule: Rule) -> list[str]:
 
 
 def _whole(place: str) -> bool:
-    """Whether a path is meant with all that is in it."""
+    """Whether a pattern includes everything below a folder."""
     return place.endswith("/**")
 
 
 def _folder(place: str) -> str | None:
-    """The path of a folder that is meant with all that is in it; None when it is a pattern."""
+    """Return the folder of a pattern that includes everything below it; None when the folder itself is a pattern."""
     *names, last = split(place)
     fixed = [name for name in names if isinstance(name, str)]
     return "/" + "/".join(fixed) if last is None and len(fixed) == len(names) else None
 
 
 def _meet(path: str, other: str) -> bool:
-    """Whether one of two paths is the other, or lies below it."""
+    """Whether two paths are equal or one is below the other."""
     first, second = f"{path.rstrip('/')}/", f"{other.rstrip('/')}/"
     return first.startswith(second) or second.startswith(first)
 
 
 def _outright(policy: Policy) -> Iterator[tuple[str, Rule]]:
-    """The programs that are denied whatever their arguments, and the rules that do it."""
+    """Yield the programs that are denied with any arguments, and the rules that deny them."""
     for rules in policy.deny.firsts.values():
         for rule in rules:
             if rule.open and len(rule.words) == 1 and (name := rule.words[0].literal):
@@ -161,7 +163,7 @@ def _outright(policy: Policy) -> Iterator[tuple[str, Rule]]:
 
 
 def _unmaskable_program(name: str) -> str | None:
-    """Why a program cannot be masked, or None when it can."""
+    """Return why a program cannot be masked; None when it can."""
     try:
         check_program(name)
     except (InvalidRequest, Unsupported) as error:
@@ -170,7 +172,7 @@ def _unmaskable_program(name: str) -> str | None:
 
 
 def _path(rule: Rule) -> str:
-    """The path of a file rule, in the way masks write it."""
+    """Return the path of a file rule in the form of masks."""
     assert rule.path is not None
     parts = rule.path.parts
     whole = parts[-1:] == (None,) and all(part is not None for part in parts[:-1])
@@ -190,12 +192,12 @@ def _written(parts: Sequence[Pattern | None]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that stands for itself."""
+    """Escape text so that it matches only itself."""
     return re.sub(r"([*?\\])", r"\\\1", text)
 
 
 def _writable(policy: Policy) -> tuple[str, ...] | None:
-    """The only places of the workspace that may be written; None when all of it may, or no rule says anything."""
+    """Return the only places of the workspace that may be written; None when all of it may, or no rule is about it."""
     allowed = list(policy.allow.files_of("write"))
     if not allowed:
         return None
@@ -206,7 +208,7 @@ def _writable(policy: Policy) -> tuple[str, ...] | None:
         if fixed in {"/", WORKSPACE}:
             return None
         if fixed.startswith(WORKSPACE + "/") and not set("*?") & set(fixed) and is_possible(fixed):
-            # A pattern in the middle of a path is decided by admission; here the folder before it has to do.
+            # Admission decides a pattern in the middle of a path; a mask can only open the folder before it.
             exact = all(part is not None and part.literal is not None for part in rule.path.parts)
             places.append(fixed if exact else f"{fixed}/**")
     return tuple(dict.fromkeys(places))

@@ -1,7 +1,4 @@
-"""Which network a sandbox gets: what was asked for, what its policy says, what the operator has switched on.
-
-Decides and refuses; makes nothing.
-"""
+"""Chooses the network of a sandbox from the request, its policy and the settings of the operator. Starts nothing."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ from carrel.providers.base import NETWORK_CAPABILITY, Provider
 from carrel.store import SessionRecord
 
 _AROUND = frozenset({Network.BRIDGE, Network.HOST})
-"""Networks that go around the proxy."""
+"""Networks that bypass the proxy."""
 
 
 class NetworkMode(Attachment):
-    """Gives each session the network it may have. `default` is the network of a request that names none."""
+    """Chooses the network of each session. `default` is for a request that names none."""
 
     def __init__(self, policies: Policies, settings: EgressSettings, *, default: Network):
         self._policies = policies
@@ -39,14 +36,14 @@ class NetworkMode(Attachment):
         return replace(plan, record=await self._fit(plan.record, plan.request.network, plan.provider))
 
     async def prepare(self, plan: LaunchPlan, workspace: str) -> LaunchPlan:
-        """A sandbox whose TLS is inspected trusts the certificates of the proxy."""
+        """Let a sandbox whose TLS is inspected trust the certificates of the proxy."""
         record = plan.record
         if not record.network.proxied or not is_agent(record):
             return plan
         return replace(plan, trusts_proxy=inspects(await self._policies.of_record(record)))
 
     async def is_outdated(self, box: LiveSandbox) -> bool:
-        """The network of a sandbox, and whom it trusts, are decided when it starts."""
+        """Whether its network or its trusted certificates would differ after a restart."""
         if inspects(await self._policies.of_record(box.record)) and not box.trusting:
             return True
         return (await self._fit(box.record, None, box.provider)).network != box.record.network
@@ -57,13 +54,13 @@ class NetworkMode(Attachment):
 
 
 def names_hosts(policy: Policy) -> bool:
-    """Whether a policy says anything about hosts, so that only the proxy can hold it."""
+    """Whether a policy has rules about hosts, which only the proxy can enforce."""
     rules = any(index.hosts or index.networks for index in (policy.allow, policy.deny))
     return rules or bool(web_access(policy)) or any(sources.git is not None for _, sources in policy.sources)
 
 
 def opens_hosts(policy: Policy) -> bool:
-    """Whether a policy lets a sandbox reach some host."""
+    """Whether a policy lets a sandbox reach any host."""
     if policy.allow.hosts or policy.allow.networks:
         return True
     return any(
@@ -75,7 +72,7 @@ def opens_hosts(policy: Policy) -> bool:
 
 
 def _installs(sources: Sources) -> bool:
-    """Whether package managers are named, whose registries are then to be reached."""
+    """Whether package managers are enabled, whose registries must be reachable."""
     return any(manager.enabled for manager in sources.package_managers.named().values())
 
 
@@ -88,14 +85,14 @@ def fit_network(
     *,
     default: Network,
 ) -> SessionRecord:
-    """A session with the network it may have. `asked` is what the caller named, None when they left it open; `default`
-    is what the operator gives to who names none.
+    """Return a session with the network that it gets. `asked` is the network of the request, None if it names none;
+    `default` is the network of the operator for such requests.
     """
     off = next(
         (name for name, sources in policy.sources if sources.web_access and not sources.web_access.enabled), None
     )
     if provider.unsafe:
-        return record  # it promises nothing of networks
+        return record  # it does not isolate networks
     if asked is None and record.network is Network.NONE and off is None and opens_hosts(policy):
         if NETWORK_CAPABILITY[Network.ALLOWLIST] in provider.capabilities():
             return replace(record, network=Network.ALLOWLIST)
@@ -121,10 +118,10 @@ def _refuse_around(network: Network, policy: Policy, settings: EgressSettings) -
     enabled = settings.allow_bridge if network is Network.BRIDGE else settings.allow_host
     if not enabled:
         raise InvalidRequest(
-            f"the network '{network}' goes around the proxy and is switched off on this server",
+            f"the network '{network}' bypasses the proxy and is switched off on this server",
             field="network",
             hint=f"choose 'allowlist', or let the operator set CARREL_EGRESS_ALLOW_{network.upper()}=true",
         )
     if names_hosts(policy):
-        reason = f"the policy of this context names hosts, and nothing would hold that in the network '{network}'"
+        reason = f"the policy of this context names hosts, which the network '{network}' would not enforce"
         raise refusal("network", Verdict("deny", reason, hint="choose 'allowlist'"), field="network")

@@ -1,6 +1,6 @@
-"""Which provider, network and limits a sandbox gets: what is asked, what the settings say, what this host can enforce.
+"""Chooses provider, network and limits of a sandbox from the request, the settings and what this host can enforce.
 
-Decides and refuses; makes nothing, and knows no record.
+Starts nothing, and knows no record.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ LIMIT_CAPABILITY = {
     "memory_mb": Capability.LIMIT_MEMORY,
     "processes": Capability.LIMIT_PROCESSES,
 }
-"""The disk limit is not in here: the control plane watches workspaces itself, whatever the provider."""
+"""The disk limit is not here: the control plane enforces it for every provider."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What a sandbox gets."""
+    """The provider, network and limits of a sandbox."""
 
     provider: Provider
     network: Network
@@ -41,11 +41,11 @@ def resolve(
     limits: Mapping[str, float],
     host_memory_mb: int,
 ) -> Resolved:
-    """What a sandbox that is asked for like this gets. Raises where this host, or its operator, does not allow it."""
+    """Resolve a request. Raises when this host, or its operator, does not allow it."""
     memory_mb = limits.get("memory_mb")
     if memory_mb is not None and memory_mb > host_memory_mb:
         raise InvalidRequest(
-            f"{memory_mb} MB of memory were asked for, and this host has {host_memory_mb} MB",
+            f"the request asks for {memory_mb} MB of memory, and this host has {host_memory_mb} MB",
             field="limits.memory_mb",
             hint="ask for less",
         )

@@ -1,6 +1,4 @@
-"""After a restart: what is recorded against what runs. Sandboxes that live are taken over, the rest is
-cleaned up.
-"""
+"""Recovery after a restart: compares the records with what runs, takes over live sandboxes and cleans up the rest."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ log = logging.getLogger("carrel.recovery")
 
 @dataclass(frozen=True)
 class Recovered:
-    """What a start found."""
+    """The numbers of sandboxes that were taken over and ended."""
 
     adopted: int = 0
     ended: int = 0
@@ -36,7 +34,7 @@ async def recover(
     providers: Mapping[str, Provider],
     run_dir: str,
 ) -> Recovered:
-    """Bring the records of this server, its sandboxes and its files together. Runs once, before it takes requests."""
+    """Make records, sandboxes and files of this server agree. Runs once, before the server takes requests."""
 
     async def known(context: str) -> bool:
         return await store.newest_of_context(context) is not None
@@ -54,7 +52,7 @@ async def recover(
         except Exception:
             log.exception("session %s could not be recovered", record.id)
     keep = {box.record.id for box in sessions.live()}
-    await _end_strays(providers, keep)  # before their files are looked at
+    await _end_strays(providers, keep)  # before their files are read
     for record in left:
         try:
             await sessions.end_recorded(record, "the server was restarted")
@@ -68,14 +66,14 @@ async def recover(
 
 
 async def _end_strays(providers: Mapping[str, Provider], keep: set[str]) -> None:
-    """End the sandboxes that no record of this server knows."""
+    """End the sandboxes that have no record on this server."""
     for provider in providers.values():
         for name in await provider.running():
             if name in keep:
                 continue
             try:
                 await provider.remove({"provider": provider.name, "id": name, "socket": ""})
-                log.info("sandbox %s, which nobody waited for, is ended", name)
+                log.info("sandbox %s has no record and is ended", name)
             except Exception:
                 log.exception("sandbox %s could not be ended", name)
 

@@ -1,6 +1,6 @@
-"""The terms a sandbox runs under: what is asked against what is promised, recorded and already running.
+"""Checks of a request for a sandbox against the settings, the record of the session and the running sandbox.
 
-Decides and refuses before anything is made; makes nothing.
+Refuses before anything is made; starts nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from carrel.providers.base import Capability, Launch, Provider
 from carrel.store import SessionRecord
 
 _SANDBOX = re.compile(r"(sbx|eph)-[0-9a-f]{16}")
-"""A sandbox is found by its id or its context: what is meant for one must not come to another."""
+"""A sandbox is found by its id or its context, so a context must not look like an id."""
 
 
 def new_record(
@@ -35,10 +35,12 @@ def new_record(
     *,
     host_memory_mb: int,
 ) -> tuple[SessionRecord, Provider]:
-    """The record of a sandbox to be started and its provider. Everything that can be refused is refused here."""
+    """Return the record and the provider of a sandbox to start. Everything that can be refused is refused here."""
     if existing is None and _SANDBOX.fullmatch(request.context_id or ""):
         raise InvalidRequest(
-            "a context cannot be called like a sandbox", field="context_id", hint="take another name for the context"
+            "a context cannot have the form of a sandbox id",
+            field="context_id",
+            hint="take another name for the context",
         )
     given = request.model_fields_set
     trust = request.trust if existing is None or "trust" in given else existing.trust
@@ -91,14 +93,14 @@ def new_record(
 
 
 def _settled(state: State) -> State:
-    """Who has the lease and no sandbox finds a session that was left in the middle of something as stopped."""
+    """Treat a session in a live state without a sandbox as stopped: its last server did not finish."""
     return next_state(state, Event.STOP) if state in LIVE else state
 
 
 def launch(
     record: SessionRecord, provider: Provider, workspace: str, masks: Masks | None = None, *, trust: bool = False
 ) -> Launch:
-    """What the provider is told."""
+    """Return what the provider needs to start a sandbox."""
     limits = record.limits
     return Launch(
         id=record.id,
@@ -115,8 +117,8 @@ def launch(
 
 
 def agent_of(previous: SessionRecord | None, template: str | None) -> str | None:
-    """Whom a workspace belongs to: whoever it was before; else the agent or service that asks, by the name of its
-    token; else, for a person, the agent type, which is the template.
+    """Return the agent that owns a workspace: the previous one; else the calling agent or service, by the name of its
+    token; else, for a person, the template.
     """
     if previous is not None and not previous.forgotten and previous.agent is not None:
         return previous.agent
@@ -125,14 +127,14 @@ def agent_of(previous: SessionRecord | None, template: str | None) -> str | None
 
 
 def changes(record: SessionRecord) -> dict[str, object]:
-    """What a new start writes over the record of an old one."""
+    """Return the fields that a new start writes over the record of an old one."""
     names = ("state", "provider", "isolation_level", "unsafe", "trust", "network", "limits", "env", "labels")
     more = ("last_activity_at", "idempotency_key", "node", "filespace", "notice", "agent")
     return {name: getattr(record, name) for name in (*names, *more)}
 
 
 def refuse_differences(record: SessionRecord, request: SandboxRequest) -> None:
-    """What is asked of a running sandbox and differs from what it has is refused, never ignored."""
+    """Refuse a request that differs from the running sandbox: differences are never ignored."""
     given = request.model_fields_set
     asked: list[tuple[str, object, object]] = []
     if request.provider != "auto":

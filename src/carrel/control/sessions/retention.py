@@ -1,6 +1,6 @@
-"""Deletes the workspaces that nobody has used for long, after a warning. Snapshots that were asked for stay.
+"""Deletes workspaces that were not used for a long time, after a warning. Snapshots that a caller took stay.
 
-Decides by the records alone when a workspace is too old; what its deletion takes is for `sessions` to know.
+Decides by the records when a workspace is too old; `sessions` knows how to delete it.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ log = logging.getLogger("carrel.retention")
 
 DAY_S = 86_400.0
 GONE_FOR_GOOD_S = DAY_S
-"""How long another server has to do it, for a workspace of its own."""
+"""How long another server has to delete a workspace of its own."""
 LEAST_WARNING = 7
-"""A warning comes a day before, or this part of the whole time before where that is less."""
+"""A warning comes a day before, or a seventh of the whole time before if that is less."""
 UPKEEP = Identity("carrel", Kind.SERVICE, frozenset())
-"""Whoever waits long enough must not get rid of more than whoever deletes a context without being an administrator."""
+"""The identity of the sweep. It has no scopes: waiting must not delete more than a caller who is no
+administrator can.
+"""
 
 
 def warning_s(ttl_s: float) -> float:
-    """How long before its deletion a workspace is warned of."""
+    """Return how long before the deletion the warning comes."""
     return min(DAY_S, ttl_s / LEAST_WARNING)
 
 
 class Retention:
-    """Which workspaces of one server are too old. `ttl_days` None keeps all of them."""
+    """Deletes the old workspaces of one server. `ttl_days` None keeps all of them."""
 
     def __init__(
         self,
@@ -54,7 +56,7 @@ class Retention:
         self._ttl_s = None if ttl_days is None else ttl_days * DAY_S
 
     async def sweep(self) -> None:
-        """Warn of workspaces that are old, delete those that were warned of, and leave what went to another server."""
+        """Warn of old workspaces, delete those that were warned of, and remove files that moved to another server."""
         reset = caller.set(Caller(UPKEEP))
         try:
             await self._leave_moved()
@@ -63,15 +65,13 @@ class Retention:
             for record in [*await self._store.in_states((State.STOPPED, State.ERROR)), *await self._ended_here()]:
                 try:
                     await self._look(record, self._ttl_s)
-                except CarrelError as error:  # one that cannot be deleted now must not keep the others from it
+                except CarrelError as error:  # a failure must not stop the others
                     log.warning("the workspace of %s could not be deleted: %s", record.owner, error)
         finally:
             caller.reset(reset)
 
     async def mark_kept(self, infos: Sequence[SandboxInfo]) -> None:
-        """Say of terminated sessions whether their files are still here: of the last one of each context that was not
-        started again.
-        """
+        """Mark terminated sessions whose files are still here: only the last session of a context has them."""
         ended = [info for info in infos if info.state is State.TERMINATED]
         here = set(await self._workspaces.contexts()) if ended else set()
         for info in ended:
@@ -81,7 +81,7 @@ class Retention:
             info.files_kept = newest is not None and newest.id == info.id
 
     async def _ended_here(self) -> list[SessionRecord]:
-        """The last sessions of the contexts that were terminated and have files here."""
+        """Return the last sessions of contexts that were terminated and have files here."""
         found = []
         for context in await self._workspaces.contexts():
             newest = await self._store.newest_of_context(context)
@@ -90,15 +90,15 @@ class Retention:
         return found
 
     async def _leave_moved(self) -> None:
-        """Remove the files of contexts that went to another server: they are of no use here."""
+        """Remove the files of contexts that moved to another server."""
         for context in await self._workspaces.contexts():
             newest = await self._store.newest_of_context(context)
             if newest is not None and newest.node not in {None, self._workspaces.node}:
                 await self._workspaces.leave(context)
 
     async def recall(self) -> None:
-        """Let the metrics show the workspaces that lie here and that no sandbox uses, as after a restart. What was
-        never measured is measured now.
+        """Report workspaces without a sandbox to the metrics, as after a restart. Measures those that were never
+        measured.
         """
         stopped = await self._store.in_states((State.STOPPED, State.ERROR))
         for record in [*stopped, *await self._ended_here()]:
@@ -113,7 +113,10 @@ class Retention:
 
     async def _look(self, record: SessionRecord, ttl_s: float) -> None:
         now = time.time()
-        here = record.node in {None, self._workspaces.node}  # else its server does it, unless that is gone for good
+        here = record.node in {
+            None,
+            self._workspaces.node,
+        }  # else its own server deletes it, unless that is gone for good
         due = record.last_activity_at + ttl_s + (0.0 if here else GONE_FOR_GOOD_S)
         ahead = warning_s(ttl_s)
         if now < due - ahead or record.context_id is None:
@@ -124,14 +127,14 @@ class Retention:
                 await self._warn(record, max(due, now + ahead), ttl_s)
         elif now >= max(due, record.expires_at) and await self._sessions.expire(record, now - ttl_s):
             log.info("the workspace of %s was not used for long and is deleted", record.context_id)
-            await self._tell(record, "expire_workspace", {"unused_days": round(ttl_s / DAY_S, 3)})
+            await self._record(record, "expire_workspace", {"unused_days": round(ttl_s / DAY_S, 3)})
 
     async def _warn(self, record: SessionRecord, when: float, ttl_s: float) -> None:
         moment = datetime.fromtimestamp(when, UTC).isoformat(timespec="seconds")
         log.warning("the workspace of %s is deleted at %s unless it is used before", record.context_id, moment)
-        await self._tell(record, "warn_of_deletion", {"expires_at": moment, "unused_days": round(ttl_s / DAY_S, 3)})
+        await self._record(record, "warn_of_deletion", {"expires_at": moment, "unused_days": round(ttl_s / DAY_S, 3)})
         await self._store.update(record.id, expires_at=when)
 
-    async def _tell(self, record: SessionRecord, name: str, arguments: dict[str, object]) -> None:
+    async def _record(self, record: SessionRecord, name: str, arguments: dict[str, object]) -> None:
         entry = Entry(chain_of(record.context_id, record.id), "carrel", "session", name, arguments=arguments)
         (await self._audit.begin(entry)).end()

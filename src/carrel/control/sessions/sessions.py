@@ -1,7 +1,6 @@
-"""Sessions: get or create, find, end. Binds contexts to sandboxes, one per context however many ask at once.
+"""Sessions: get or create, find, end. Binds each context to one sandbox, however many callers ask at once.
 
-Chooses providers and writes records under a lease; what happens inside a sandbox is the business of `operations`, what
-becomes of its files that of `workspaces`.
+Writes records under a lease. `operations` knows what happens inside a sandbox, `workspaces` what happens to its files.
 """
 
 from __future__ import annotations
@@ -38,7 +37,9 @@ log = logging.getLogger("carrel.sessions")
 
 LISTED = tuple(state for state in State if state is not State.TERMINATED)
 _PARALLEL_ENDS = 32
-EXPIRED = "the files were not used for long and are deleted; the newest snapshot that was asked for is brought back"
+EXPIRED = (
+    "the files were not used for long and are deleted; the next start restores the newest snapshot that was asked for"
+)
 
 
 class Sessions:
@@ -66,15 +67,14 @@ class Sessions:
     # finding
 
     def live(self) -> list[LiveSandbox]:
-        """The sandboxes that run now."""
         return self._live.all()
 
     def find_live(self, name: str) -> LiveSandbox | None:
-        """The sandbox with that id or of that context if it runs here."""
+        """Return the sandbox with that id or of that context if it runs here."""
         return self._live.find(name)
 
     async def find(self, name: str) -> LiveSandbox:
-        """The running sandbox with that id or of that context; `NotFound`, or `NotRunning` if it ended."""
+        """Return the running sandbox with that id or of that context; `NotFound`, or `NotRunning` if it has ended."""
         box = self._live.find(name)
         if box is not None:
             box.check_lease()
@@ -94,7 +94,7 @@ class Sessions:
         )
 
     async def get(self, name: str) -> SandboxInfo:
-        """A session by its id or its context."""
+        """Return a session by its id or its context."""
         return self._info(await self.record(name))
 
     async def page(
@@ -105,20 +105,20 @@ class Sessions:
         states: Iterable[State] | None = None,
         context_id: str | None = None,
     ) -> SandboxPage:
-        """Sessions, newest first; without `states` those that are not terminated."""
+        """Return sessions, newest first; without `states` those that are not terminated."""
         records, following = await self._store.page(
             limit=limit, cursor=cursor, states=LISTED if states is None else states, context_id=context_id
         )
         return SandboxPage(items=[self._info(record) for record in records], next=following)
 
     async def usage(self, name: str) -> WorkspaceUsage:
-        """What a workspace holds now."""
+        """Return the size of a workspace."""
         record = await self.record(name)
         self.require_here(record)
         return await self._workspaces.report_usage(record)
 
     def require_here(self, record: SessionRecord) -> None:
-        """Refuse what needs the files of a workspace that another server has."""
+        """Raise `RunsElsewhere` when another server has the files of a session."""
         if record.node not in {None, self._leases.node}:
             raise RunsElsewhere(
                 f"the workspace of '{record.owner}' is on server '{record.node}'",
@@ -128,7 +128,7 @@ class Sessions:
             )
 
     async def require_unused(self, context_id: str) -> None:
-        """Refuse a context that has a session or files, here or elsewhere."""
+        """Raise `AlreadyExists` when a context has a session or files, here or elsewhere."""
         previous = await self._store.newest_of_context(context_id)
         ended = previous is None or (previous.state is State.TERMINATED and previous.node == self._leases.node)
         if not ended or await self._workspaces.exists(context_id):
@@ -141,7 +141,7 @@ class Sessions:
     async def deploy_or_resume(
         self, request: SandboxRequest, idempotency_key: str | None = None
     ) -> tuple[SandboxInfo, bool]:
-        """The running sandbox of a context, started if need be. Says also whether a sandbox was started."""
+        """Return the running sandbox of a context, started if necessary, and whether it was started."""
         if idempotency_key is None:
             return await self._deploy(request, None)
         async with self.lock(f"key {idempotency_key}"):
@@ -159,7 +159,7 @@ class Sessions:
             return await self._deploy(request, None)
 
     async def new_variables(self, request: SandboxRequest) -> dict[str, str]:
-        """The variables asked for that change what commands run, but for those that the session has already."""
+        """Return the requested variables that change which programs run, without those that the session already has."""
         wanted = {name: value for name, value in request.env.items() if changes_what_runs(name)}
         if wanted and request.context_id is not None:
             with suppress(NotFound):
@@ -203,15 +203,17 @@ class Sessions:
         acts_for: str,
         seed: Callable[[SessionRecord], Awaitable[None]] | None = None,
     ) -> SandboxInfo:
-        """An ephemeral sandbox of carrel's own, under the policy of a context; of none when `acts_for` is empty. `seed`
-        may make its workspace before it starts.
+        """Start an ephemeral sandbox for work of carrel, under the policy of a context; of none when `acts_for` is
+        empty. `seed` may fill its workspace before the start.
         """
         if self._starting.closing:
             raise PlatformError("the server is shutting down", hint="ask again when it is back")
         return await self._starting.start(request, None, None, None, acts_for=acts_for, seed=seed)
 
     async def end_own(self, session_id: str, harvest: Callable[[str], Awaitable[None]] | None = None) -> None:
-        """End such a sandbox. `harvest` is given its files when nothing runs in it any more, and must not raise."""
+        """End such a sandbox. `harvest` gets the path of its files when nothing runs in it any more, and must not
+        raise.
+        """
         record = await self.record(session_id)
         async with self._own_lock(record):
             record = await self.record(record.id)
@@ -219,13 +221,13 @@ class Sessions:
                 await self._end(record, Event.TERMINATE, "done", harvest=harvest)
 
     async def adopt(self, record: SessionRecord) -> bool:
-        """Take over a sandbox that the process before this one started; False when it does not run any more."""
+        """Take over a sandbox that the previous process started; False when it does not run any more."""
         provider = self._providers.get(record.provider)
         handle = record.handle
         if provider is None or handle is None or not await provider.alive(handle):
             return False
         if record.state is not State.RUNNING or record.acts_for is not None:
-            return False  # it was never seen ready, or is being stopped; or whoever made it is gone
+            return False  # it was never ready, or is being stopped, or its user is gone
         began = time.monotonic()
         record = await self._leases.take(record, anew=True)
         box = LiveSandbox(record, provider, handle, self._workspaces.path(record))
@@ -237,7 +239,7 @@ class Sessions:
     # ending
 
     async def stop_idle(self, box: LiveSandbox, unused_since: float) -> bool:
-        """Stop a sandbox unless it was used meanwhile; says whether it was stopped."""
+        """Stop a sandbox unless it was used meanwhile; return whether it was stopped."""
         record = box.record
         async with self._own_lock(record):
             if not self._live.has(box) or box.in_flight or box.last_activity > unused_since:
@@ -247,9 +249,9 @@ class Sessions:
 
     @asynccontextmanager
     async def stopped(self, record: SessionRecord) -> AsyncIterator[tuple[SessionRecord, bool]]:
-        """Hold a session stopped on this server, so that its files can be replaced; says also whether it was running.
+        """Keep a session stopped for the block, so that its files can be replaced; also yields whether it was running.
 
-        The session is this server's afterwards, wherever it was.
+        Afterwards this server owns the session, wherever it was.
         """
         async with self._own_lock(record):
             record = await self.record(record.id)
@@ -275,9 +277,10 @@ class Sessions:
         snapshot: bool | None = None,
         delete_workspace: bool = False,
     ) -> SandboxInfo:
-        """End a session for good. An ephemeral workspace goes with it, a durable one when asked to. May be repeated.
+        """End a session for good. An ephemeral workspace is deleted, a durable one with `delete_workspace`. May be
+        repeated.
 
-        A last snapshot is taken of a durable workspace that stays, unless `snapshot` is False.
+        A last snapshot of a durable workspace is taken, unless `snapshot` is False or the workspace is deleted.
         """
         record = await self.record(name)
         async with self._own_lock(record):
@@ -294,13 +297,13 @@ class Sessions:
         return record.info()
 
     async def delete(self, context_id: str, reason: str) -> None:
-        """Delete a context: end its session if it has one, then everything of it but its filespace and its policy."""
+        """Delete a context: end its session if it has one, then delete everything but its filespace and its policy."""
         async with self.lock(f"context {context_id}"):
             await self._delete(await self._store.of_context(context_id), context_id, reason)
 
     async def expire(self, record: SessionRecord, unused_since: float) -> bool:
-        """Delete what is kept of a context that was not used since then, but for the snapshots that were asked for:
-        while there are some, its session stays, and the next start brings the newest back. Says whether it was done.
+        """Delete the files of a context that was not used since then. Snapshots that a caller took stay, and with them
+        the session: the next start restores the newest. Return whether it was done.
         """
         async with self._own_lock(record):
             record = await self.record(record.id)
@@ -327,12 +330,12 @@ class Sessions:
         await self._forget(context_id)
 
     async def _forget(self, context_id: str) -> None:
-        """Delete everything of a context that has ended but its filespace and its policy."""
+        """Delete everything of an ended context but its filespace and its policy."""
         await self._workspaces.forget(context_id)
         await self._attachments.forget(context_id)
 
     async def stop(self, name: str, reason: str = "", *, error: str | None = None) -> SandboxInfo:
-        """End the sandbox and keep the workspace, as stopped or with an error. An ephemeral one is terminated."""
+        """End the sandbox and keep the workspace, in the state stopped or error. An ephemeral session is terminated."""
         record = await self.record(name)
         async with self._own_lock(record):
             record = await self.record(record.id)
@@ -353,9 +356,9 @@ class Sessions:
         kept: bool = False,
         harvest: Callable[[str], Awaitable[None]] | None = None,
     ) -> SessionRecord:
-        """End the sandbox, keep its files, then write the end and give the lease back.
+        """End the sandbox, keep its files, then write the record and give the lease back.
 
-        `kept` says that there is nothing to keep. A server that is killed in the middle does it again when it is back.
+        `kept`: there is nothing to keep. A server that is killed in between repeats this when it is back.
         """
         box = self._live.get(record.id)
         here = record.node in {None, self._leases.node}
@@ -394,19 +397,19 @@ class Sessions:
         return record
 
     async def end_recorded(self, record: SessionRecord, reason: str) -> None:
-        """End what the process before this one left: ephemeral sessions are terminated, durable ones stopped."""
+        """End a session that the previous process left: terminate an ephemeral one, stop a durable one."""
         record = await self._leases.take(record, anew=True)
         await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, reason)
 
     async def lost(self, box: LiveSandbox) -> None:
-        """Somebody could not reach the supervisor: find out whether the sandbox is dead, and record that."""
+        """Check whether a sandbox whose supervisor could not be reached is dead, and record it."""
         if not self._live.has(box) or self._starting.closing:
             return
         if not await box.provider.alive(box.handle):
             await self.stop(box.record.id, "lost", error="the sandbox died")
 
     async def shutdown(self) -> None:
-        """End every sandbox; durable workspaces stay and their sessions become stopped."""
+        """End every sandbox; durable workspaces stay, and their sessions are stopped."""
         self._starting.closing = True
         gate = asyncio.Semaphore(_PARALLEL_ENDS)
 
@@ -428,7 +431,7 @@ class Sessions:
         return record.info(box.last_activity if box else None)
 
     async def record(self, name: str) -> SessionRecord:
-        """What is recorded of a session, by its id or its context; `NotFound`."""
+        """Return the record of a session by its id or its context; `NotFound`."""
         box = self._live.find(name)
         record = box.record if box else None
         if record is None and 0 < len(name) <= 128:

@@ -1,7 +1,7 @@
-"""Starting a sandbox: the workspace, the process and the record come to be together, or not at all.
+"""Starting a sandbox: workspace, process and record are made together, or none of them.
 
-Everything that can be refused is refused before anything is made. Who calls sees to it that only one start of a context
-is under way.
+Everything that can be refused is refused before anything is made. The caller makes sure that only one start of a
+context is under way.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Starting:
         self._host_memory_mb = host_memory_mb()
         self._under_way = 0
         self.closing = False
-        """Set when the server ends: what is being started then is taken back."""
+        """Set when the server ends: a start that is under way is then undone."""
 
     async def start(
         self,
@@ -69,8 +69,8 @@ class Starting:
         acts_for: str | None = None,
         seed: Callable[[SessionRecord], Awaitable[None]] | None = None,
     ) -> SandboxInfo:
-        """Start the sandbox of a new session, or of one that exists; leaves nothing behind when it fails. `seed` may
-        make its workspace before.
+        """Start the sandbox of a new or existing session; leave nothing behind on failure. `seed` may fill the
+        workspace before.
         """
         began = time.monotonic()
         node = self._leases.node
@@ -95,7 +95,7 @@ class Starting:
         new = moved is not None and moved.new
         handle: Handle | None = None
         box: LiveSandbox | None = None
-        # The record is written while the sandbox starts: both take milliseconds, and both are waited for.
+        # The record is written while the sandbox starts, to save a few milliseconds.
         writing = asyncio.ensure_future(self._write_start(record, fresh=existing is None))
         try:
             if seed is not None:
@@ -138,9 +138,9 @@ class Starting:
         return record.info()
 
     async def _move(self, record: SessionRecord, previous: SessionRecord, existing: SessionRecord | None) -> Provided:
-        """Bring the workspace from another server before anything is written: until then it is that server's."""
+        """Bring the workspace from another server before anything is written: until then that server owns it."""
         owner = existing.lease_owner if existing else None
-        silent = owner not in {None, self._leases.node}  # the lease was taken from a server that let it end
+        silent = owner not in {None, self._leases.node}  # the lease was taken from a server that did not renew it
         try:
             moved = await self._workspaces.move(record, previous, silent=silent)
             for left in await self._audit.adopt(chain_of(record.context_id, record.id)):
@@ -171,7 +171,7 @@ class Starting:
         written: bool,
         error: BaseException,
     ) -> None:
-        """Leave nothing of a start that failed. Each step is tried whatever becomes of the one before."""
+        """Remove everything of a failed start. Each step is tried even if the one before failed."""
         try:
             if handle is not None:
                 await provider.remove(handle)
@@ -183,9 +183,9 @@ class Starting:
         except (CarrelError, OSError):
             log.exception("the workspace of %s could not be removed after a failed start", record.id)
         if not written:
-            return  # there is no record, or it is another server's by now
+            return  # there is no record, or another server owns it by now
         event = Event.TERMINATE if record.ephemeral else Event.FAIL
-        text = error.detail if isinstance(error, CarrelError) else "the start was broken off"
+        text = error.detail if isinstance(error, CarrelError) else "the start was cancelled"
         try:
             await self._store.update(
                 record.id,

@@ -1,9 +1,8 @@
-"""Templates: named recipes that the operator keeps in a directory, or that came with carrel. Read, checked, and filled
-into what is asked for.
+"""Templates: named recipes in a directory of the operator, or shipped with carrel. Reads and checks them, and fills
+them into requests.
 
-A template is a folder with the files `template.toml`, `settings.json` and `sources.json`, each of them optional. What
-its policy means is for `policies` to say, its packages are for `template_packages`; who may use it is whoever may start
-a sandbox.
+A template is a folder with the files `template.toml`, `settings.json` and `sources.json`, each of them optional.
+`policies` compiles its policy, `template_packages` builds its packages. Everybody who may start a sandbox may use it.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from carrel.policy.rules.layers import Layer, Policy
 from carrel.store import SessionRecord, SessionStore
 
 FRESH_S = 2.0
-"""How long a change of the files may stay unseen."""
+"""How long a change of the files may go unnoticed."""
 SHIPPED = os.path.join(os.path.dirname(carrel.__file__), "templates")
-"""Those that came with carrel. One of the operator's of the same name is used instead."""
+"""The templates shipped with carrel. A template of the operator with the same name replaces one."""
 RECIPE, SETTINGS, SOURCES = recipes.NAME, settings_document.NAME, sources_document.NAME
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Names = list[str]
@@ -44,7 +43,7 @@ _Marks = tuple[tuple[int, int, int] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A template that can be used. It never changes: when its files do, there is another."""
+    """A usable template. It is immutable: when its files change, a new one is made."""
 
     name: str
     recipe: Recipe = field(default_factory=Recipe)
@@ -52,7 +51,6 @@ class Template:
     shipped: bool = False
 
     def info(self) -> TemplateInfo:
-        """As the API shows it."""
         recipe, layer = self.recipe, self.layer
         return TemplateInfo(
             name=self.name,
@@ -69,7 +67,7 @@ class Template:
         )
 
     def fill(self, request: SandboxRequest) -> SandboxRequest:
-        """What is asked for, with the template's word on what was left open."""
+        """Return the request with the values of the template where the request has none."""
         recipe = self.recipe
         limits = recipe.limits.model_dump(exclude_none=True) | request.limits.model_dump(exclude_none=True)
         changes: dict[str, object] = {
@@ -86,7 +84,7 @@ class Template:
 
 
 class Templates(Attachment):
-    """The templates of one server. `default` is the one of sandboxes that ask for none."""
+    """The templates of one server. `default` is for sandboxes that name none."""
 
     def __init__(self, directory: str, default: str | None, store: SessionStore, live: LiveSandboxes):
         self._directory = directory
@@ -96,7 +94,9 @@ class Templates(Attachment):
         self._known: dict[str, tuple[Template, _Marks, float]] = {}
 
     async def get(self, name: str) -> Template:
-        """A template by its name; `InvalidRequest` names the nearest when there is none, or why it cannot be used."""
+        """Return a template; `InvalidRequest` suggests the nearest name when there is none, or says why it cannot be
+        used.
+        """
         known = self._known.get(name)
         now = time.monotonic()
         if known is not None and now - known[2] < FRESH_S:
@@ -106,7 +106,7 @@ class Templates(Attachment):
         return template
 
     async def list(self) -> TemplateList:
-        """Every template, by name; one that cannot be used says why."""
+        """List every template by name; one that cannot be used says why."""
         items = []
         for name in await asyncio.to_thread(self._names):
             try:
@@ -116,8 +116,8 @@ class Templates(Attachment):
         return TemplateList(items=items)
 
     async def of(self, name: str) -> str | None:
-        """The template of a context or a sandbox; None when it has none, or there is no such session. A context that
-        was terminated has its own still.
+        """Return the template of a context or a sandbox; None when it has none, or there is no such session. A
+        terminated context still has its template.
         """
         box = self._live.find(name)
         if box is not None:
@@ -126,13 +126,13 @@ class Templates(Attachment):
         return None if record is None else record.template
 
     async def meant(self, context_id: str | None, asked: str | None) -> str | None:
-        """The template that a sandbox asked for would be made by; `InvalidRequest` as `get`."""
+        """Return the template that a requested sandbox would get; `InvalidRequest` as `get`."""
         kept = None if context_id is None else await self.of(context_id)
         name = kept or asked or self._default
         return name if name is None or name == kept else (await self.get(name)).name
 
     async def layer(self, name: str | None) -> Layer | None:
-        """The policy of a template that something was made by; `PlatformError` when it cannot be had any more."""
+        """Return the policy of a template that is in use; `PlatformError` when it cannot be read any more."""
         if name is None:
             return None
         try:
@@ -145,10 +145,10 @@ class Templates(Attachment):
             ) from None
 
     async def forget(self, context_id: str) -> None:
-        """Forget the template of a context that is deleted, so that the next one of that name may have any other.
+        """Forget the template of a deleted context, so that a new context of that name may have another.
 
-        A template that brings rules stays unless an administrator deletes the context: else an agent could get rid of
-        its rules by deleting itself.
+        A template with rules is kept unless an administrator deletes the context: else an agent could drop its rules by
+        deleting its context.
         """
         record = await self._store.newest_of_context(context_id)
         if record is None or record.state is not State.TERMINATED:
@@ -157,18 +157,17 @@ class Templates(Attachment):
             await self._store.forget(context_id)
 
     async def _has_rules(self, name: str | None) -> bool:
-        """Whether a template brings rules; one that cannot be read may have had some."""
+        """Whether a template has rules; True for one that cannot be read, because it may have had some."""
         try:
             return await self.layer(name) is not None
         except PlatformError:
             return True
 
     async def fill(self, request: SandboxRequest, previous: SessionRecord | None) -> SandboxRequest:
-        """What is asked for, as the template says that it names or that its context has already.
+        """Return the request with the values of the template that it names, or that its context already has.
 
-        A context keeps the template it was made with until it is deleted (see `forget`). For one that was terminated
-        an administrator can choose another: else whoever is held by the rules of a template could begin anew without
-        them.
+        A context keeps its template until it is deleted (see `forget`). Only an administrator can choose another for a
+        terminated context: else an agent could start again without the rules of its template.
         """
         if previous is None or previous.forgotten:
             name = request.template or self._default
@@ -223,7 +222,7 @@ class Templates(Attachment):
                 None if sources is None else sources_document.load(sources, where[SOURCES]),
                 where[SOURCES],
             )
-            Policy.of([layer], context_id="example", workspace=WORKSPACE)  # a rule that cannot be read is told of now
+            Policy.of([layer], context_id="example", workspace=WORKSPACE)  # raises for a rule that cannot be read
         read = Recipe() if recipe is None else recipes.load(recipe, f"{name}/{RECIPE}")
         try:
             requirements_of(read.packages)

@@ -1,7 +1,7 @@
-"""Upkeep in the background: keeps leases, watches disk use, takes checkpoints, archives, stops what is idle, has old
-workspaces deleted, prunes the audit log.
+"""Background upkeep: renews leases, watches disk use, takes checkpoints, archives them, stops idle sandboxes, deletes
+old workspaces, prunes the audit log.
 
-Acts only through sessions and operations; decides nothing about what an agent may do.
+Acts only through sessions and operations; takes no decisions about agents.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ TEND_EVERY = 1.0
 
 
 Work = tuple[Callable[[], Awaitable[object]], float]
-"""Something to do, and every how many seconds."""
+"""A task, and its interval in seconds."""
 
 
 class _Watch:
-    """What the disk watch remembers of one sandbox."""
+    """The state of the disk watch for one sandbox."""
 
     __slots__ = ("growing", "next_busy", "next_idle", "seen")
 
@@ -144,7 +144,7 @@ class Janitor:
                 log.exception("upkeep failed; it is tried again")
 
     async def flush(self) -> None:
-        """Write the last activity of sandboxes that were used since the last time."""
+        """Write the last activity of sandboxes that were used since the last flush."""
         boxes = self._sessions.live()
         changed = {
             box.record.id: box.last_activity
@@ -156,12 +156,12 @@ class Janitor:
         self._flushed = {key: value for key, value in (self._flushed | changed).items() if key in alive}
 
     async def renew_leases(self) -> None:
-        """Keep what is this server's, and settle what a silent server left."""
+        """Renew the leases of this server, and end the sessions of silent servers."""
         await self._leasing.renew()
         await self._leasing.settle_abandoned()
 
     async def checkpoint(self) -> None:
-        """Put a snapshot of every workspace that changed for long enough into the archive."""
+        """Archive a snapshot of every changed workspace whose last checkpoint is old enough."""
         now = time.monotonic()
         boxes = {box.record.id: box for box in self._sessions.live() if not box.record.ephemeral}
         self._checkpoints = {key: self._checkpoints.get(key, now) for key in boxes}
@@ -178,7 +178,7 @@ class Janitor:
                 await self._notes.write(box.record, notice=f"no checkpoint could be taken: {error.detail}"[:2000])
 
     async def _changed(self, box: LiveSandbox) -> bool:
-        """Whether a workspace may have changed since its last checkpoint; what is asked of it counts as a change."""
+        """Whether a workspace may have changed since its last checkpoint; any operation counts as a change."""
         volume = self._workspaces.volume(box.record)
         generation = await asyncio.to_thread(self._workspaces.driver.generation, volume)
         known = self._generations[box.record.id]
@@ -190,17 +190,16 @@ class Janitor:
         return changed
 
     async def catch_up(self) -> None:
-        """Archive the snapshots that are not in the archive yet."""
         for context, notice in (await self._workspaces.keeping.catch_up()).items():
             record = await self._store.of_context(context)
             if record is not None and record.notice != notice:
                 await self._notes.write(record, notice=notice)
 
     async def push_filespaces(self) -> None:
-        """Push what operations may have changed, once nothing is under way."""
+        """Push changed workspaces to their filespaces, once no operation is under way."""
         for box in self._sessions.live():
             if not box.record.filespace or not box.to_push or box.in_flight or box not in self._sessions.live():
-                continue  # it may have ended while another was pushed
+                continue  # it may have ended while another was being pushed
             box.to_push = False
             try:
                 await self._files.save(box.record, box.workspace)
@@ -208,7 +207,7 @@ class Janitor:
                 log.warning("sandbox %s: its filespace could not be synced: %s", box.record.id, error)
 
     async def read_usage(self) -> None:
-        """Ask the kernel what every workspace holds."""
+        """Read the sizes of all workspaces from the kernel."""
         for box in self._sessions.live():
             context = box.record.context_id
             if context is not None:
@@ -217,7 +216,7 @@ class Janitor:
                 self._workspaces.report(box.record, used, box.last_activity)
 
     async def describe(self) -> None:
-        """Write down what the workspaces hold that were used since the last time, in the records and in themselves."""
+        """Write the sizes of used workspaces into their records and into the workspaces themselves."""
         alive = {box.record.id for box in self._sessions.live()}
         self._described = {key: value for key, value in self._described.items() if key in alive}
         for box in self._sessions.live():
@@ -225,37 +224,37 @@ class Janitor:
             if box.record.context_id is None or used is None or self._described.get(box.record.id) == (used, moment):
                 continue
             await self._workspaces.describe(box.record, used, moment)
-            with suppress(Conflict):  # it is another server's by now
+            with suppress(Conflict):  # another server owns it by now
                 await self._store.update(box.record.id, fence=box.record.fence, used_bytes=used)
             self._described[box.record.id] = used, moment
 
     async def count(self) -> None:
-        """Count sessions, and look how full the volume is."""
+        """Count sessions, and measure how full the volume is."""
         self._workspaces.metrics.sandboxes(await self._store.counts())
         facts = await asyncio.to_thread(os.statvfs, self._workspaces.driver.directory)
         capacity = facts.f_blocks * facts.f_frsize
         self._workspaces.metrics.volume(capacity - facts.f_bfree * facts.f_frsize, capacity)
 
     async def tend(self) -> None:
-        """Look after the storage of the volumes."""
+        """Let the volume driver grow its storage if necessary."""
         await asyncio.to_thread(self._workspaces.driver.grow_if_needed)
 
     async def collect_garbage(self) -> None:
-        """Free what deleted snapshots and files of filespaces left."""
+        """Free the space of deleted snapshots and filespace files."""
         await asyncio.to_thread(self._workspaces.collect_garbage)
         for box in self._sessions.live():
             if box.record.filespace and box.record.context_id is not None:
                 await self._files.collect(box.record.context_id)
 
     async def prune_audit(self, by: str | None = None) -> AuditPruned:
-        """Remove the audit records that are older than they are to be kept; `Conflict` where they are kept for ever."""
+        """Remove audit records that are too old; `Conflict` when the server keeps them for ever."""
         if self._keep_days is None:
             raise Conflict(
                 "this server keeps its audit log for ever",
                 field="audit.keep_days",
                 hint="let the operator set CARREL_AUDIT_KEEP_DAYS",
             )
-        # By whole days, so that a day has one removal to tell of, however often this is called.
+        # By whole days, so that at most one removal a day is recorded, however often this is called.
         before = (time.time() - self._keep_days * DAY_S) // DAY_S * DAY_S
         removed = await self._audit.prune(before, by)
         if removed:
@@ -263,7 +262,7 @@ class Janitor:
         return AuditPruned(before=datetime.fromtimestamp(before, UTC), records=removed)
 
     async def stop_idle(self) -> None:
-        """Stop the sandboxes that nobody has used for long enough; what runs in one counts as use."""
+        """Stop the sandboxes that were idle for long enough; a running command counts as use."""
         horizon = time.time() - self._settings.idle_stop_s
         for box in self._sessions.live():
             if box.last_activity > horizon or box.in_flight:
@@ -278,7 +277,6 @@ class Janitor:
                 log.warning("sandbox %s could not be stopped: %s", box.record.id, error)
 
     async def watch_disks(self) -> None:
-        """Measure the workspaces that are due."""
         boxes = {box.record.id: box for box in self._sessions.live()}
         self._watches = {key: watch for key, watch in self._watches.items() if key in boxes}
         for key, box in boxes.items():
@@ -296,7 +294,9 @@ class Janitor:
         usage = await measure(
             box.workspace, stop_bytes=disk_mb * 1024 * 1024 * 2, stop_entries=max_entries(disk_mb) * 2
         )
-        if usage.bytes <= disk_mb * 1024 * 1024:  # files without a name are found only through those who hold them
+        if (
+            usage.bytes <= disk_mb * 1024 * 1024
+        ):  # deleted files that are still open are found only through their processes
             usage = replace(usage, bytes=usage.bytes + await box.provider.held_bytes(box.handle))
         if box.record.context_id is not None:
             box.used_bytes = usage.bytes
@@ -309,11 +309,11 @@ class Janitor:
         if why is None:
             watch.seen = watch.growing = 0
             if not box.used and await self._anything_runs(box):
-                box.used = True  # a command in the background writes without any operation to tell of it
+                box.used = True  # a background command writes without any operation
             return
         watch.growing = watch.growing + 1 if usage.bytes + usage.entries > watch.seen else 0
         watch.seen = usage.bytes + usage.entries
-        if why != before:  # told once, not at every look
+        if why != before:  # logged once, not at every measurement
             log.warning("sandbox %s: %s; its commands are ended until it is not", box.record.id, why)
         await self._end_commands(box)
         if watch.growing > GIVE_UP_AFTER:
@@ -326,7 +326,7 @@ class Janitor:
             return True
 
     async def _end_commands(self, box: LiveSandbox) -> None:
-        """End what runs; when it was left behind by commands that have ended, those are forgotten with it."""
+        """End the running commands; if processes of ended commands still run, delete those commands too."""
         try:
             known = (await self._operations.list_commands(box.record.id)).items
             ends = [command for command in known if command.running]
