@@ -16,8 +16,8 @@ from tests.support.sandboxes import Supervisor
 from tests.support.volumes import stored_bytes
 
 from carrel.models import Network
-from carrel.providers import Launch, open_providers
 from carrel.primitives import walk
+from carrel.providers import Launch, open_providers
 from carrel.workspaces.volumes import BtrfsDriver, btrfs_ioctls
 
 MB = 1 << 20
