@@ -6,6 +6,7 @@ that all the others have used, and twice by the same reader. They see what a rea
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.support.cli_process import CliServer
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -31,6 +33,7 @@ def reader(tmp_path_factory):
     home = tmp_path_factory.mktemp("home")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("CARREL_", "XDG_"))}
     env |= {"HOME": str(home), "PATH": f"{Path(sys.executable).parent}:{env['PATH']}"}
+    commands = CliServer(tmp_path_factory.mktemp("cli"), env)
     process = subprocess.Popen(
         [sys.executable, "-m", "carrel", "serve", "--port", "0"],
         stdout=subprocess.PIPE,
@@ -40,7 +43,11 @@ def reader(tmp_path_factory):
     )
     assert process.stdout is not None
     assert "listens on" in process.stdout.readline()
-    yield env
+    programs = tmp_path_factory.mktemp("bin")
+    (programs / "carrel").write_text(f'#!/bin/sh\nexec {shlex.join(commands.command())} "$@"\n')
+    (programs / "carrel").chmod(0o755)
+    yield env | {"PATH": f"{programs}:{env['PATH']}"}
+    commands.close()
     process.terminate()
     process.stdout.close()
     assert process.wait(30) == 0

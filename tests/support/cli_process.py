@@ -27,8 +27,12 @@ if code < 0:
 os._exit(code)
 """
 _SERVER = """
-import gc, importlib, json, os, runpy, select, signal, socket, sys
+import gc, importlib, json, os, pkgutil, runpy, select, signal, socket, sys
 import carrel.cli, carrel.client, carrel.models, rich.console, rich.live, rich.progress, rich.table
+import anyio._backends._asyncio, carrel.client._async.client, carrel.client._sync.client, encodings.idna, h11, httpcore
+import pydantic.type_adapter, shellingham, sniffio, ssl, typer, typer._adapters
+for each in pkgutil.iter_modules(carrel.cli.__path__):
+    importlib.import_module(f"carrel.cli.{each.name}")  # a command imports no more than its own
 
 def order(connection):
     _, streams, _, _ = socket.recv_fds(connection, 1, 3)
