@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import shutil
 import tempfile
@@ -51,6 +52,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 1 if {"end_to_end", "docs"} & set(item.path.parts[-3:]) else 2
 
     items.sort(key=turn)
+
+
+def pytest_collection_finish() -> None:
+    """Every worker has imported every test, 600,000 objects that stay: the collector need not look at them again
+    each time that it is called, which took a third of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 async def _open(house: House) -> dict[str, Any]:
