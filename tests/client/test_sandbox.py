@@ -85,7 +85,8 @@ def test_snapshots_restore_and_fork(client: Client, kept: Sandbox) -> None:
     kept.files.write("f", b"two")
     second = kept.snapshot()
     assert [each.id for each in kept.snapshots()] == [second.id, first.id]
-    assert [(change.path, change.kind) for change in kept.diff(first, second.id)] == [("f", "changed")]
+    changes = {(each.path, each.kind) for each in kept.diff(first, second.id)}
+    assert changes - {(".context.json", "changed")} == {("f", "changed")}  # upkeep may have written that one meanwhile
     assert kept.restore(first).state is State.RUNNING
     assert kept.files.read("f") == b"one"
     twin = kept.fork(f"{kept.context_id}-twin", second)
