@@ -98,6 +98,7 @@ class ForkServer:
                 env={**kept, "LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "2"},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno()],
+                start_new_session=True,  # ends with its connection, not when somebody interrupts the tests
             )
 
     def start(
