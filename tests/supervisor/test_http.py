@@ -25,7 +25,7 @@ class Served:
         self.tasks: set[asyncio.Task[None]] = set()
         self.gone = asyncio.Event()
         self.streaming = 0
-        self.router = Router()
+        self.router = Router(lambda _run: None)
         for method, path, handler in (
             ("GET", "/ok", self.ok),
             ("POST", "/echo", self.echo),

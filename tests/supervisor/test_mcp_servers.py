@@ -85,7 +85,7 @@ async def test_the_same_generation_is_left_alone_and_another_ends_it(supervisor:
         assert (await link.ask({}))["pid"] == link.pid
         told = await declare(supervisor, python("print('{\"other\": 1}', flush=True)"), generation="2")
         assert (told["state"], told["started"], told["generation"]) == ("stopped", 0, "2")
-        assert (await link.end())["reason"] == "was declared anew"
+        assert (await link.end())["reason"] == "was declared again"
     async with connected(supervisor) as other:
         assert await other.message() == {"other": 1}
         assert other.incarnation > link.incarnation

@@ -37,7 +37,7 @@ async def test_finds_what_changes(workspace: Path, watch: ProducedFiles) -> None
     (workspace / "old").write_text("1")
     (workspace / "deep/er").mkdir(parents=True)
     (workspace / "deep/er/known").write_text("1")
-    async with watch.looking() as look:
+    async with watch.watching() as look:
         (workspace / "new").write_text("2")
         (workspace / "deep/er/known").write_text("2")
         (workspace / "made/here").mkdir(parents=True)
@@ -46,33 +46,33 @@ async def test_finds_what_changes(workspace: Path, watch: ProducedFiles) -> None
         (workspace / "gone").unlink()
         (workspace / "link").symlink_to("/etc/passwd")
     assert look.found == ["deep/er/known", "made/here/file", "new"]
-    async with watch.looking() as look:
+    async with watch.watching() as look:
         pass
     assert look.found == []
 
 
 async def test_moved_folders_keep_being_watched(workspace: Path, watch: ProducedFiles) -> None:
     (workspace / "a/b").mkdir(parents=True)
-    async with watch.looking() as look:
+    async with watch.watching() as look:
         (workspace / "a").rename(workspace / "z")
         (workspace / "z/b/file").write_text("1")
     assert look.found == ["z/b/file"]
-    async with watch.looking() as look:
+    async with watch.watching() as look:
         (workspace / "z/b/file").write_text("2")
     assert look.found == ["z/b/file"]
 
 
 async def test_what_was_given_is_not_produced(workspace: Path, watch: ProducedFiles) -> None:
     stamps = [watch._files.write_bytes(name, b"x") for name in ("kept", "changed")]
-    async with watch.looking(stamps) as look:
+    async with watch.watching(stamps) as look:
         (workspace / "changed").write_text("y")
     assert look.found == ["changed"]
 
 
 async def test_two_look_at_once(workspace: Path, watch: ProducedFiles) -> None:
-    async with watch.looking() as outer:
+    async with watch.watching() as outer:
         (workspace / "first").write_text("1")
-        async with watch.looking() as inner:
+        async with watch.watching() as inner:
             (workspace / "second").write_text("1")
         (workspace / "third").write_text("1")
     assert "second" in inner.found and "third" not in inner.found
@@ -85,7 +85,7 @@ async def test_one_who_goes_away_leaves_no_half_of_a_watch(workspace: Path, watc
         (workspace / name).mkdir()
 
     async def call() -> list[str]:
-        async with watch.looking() as look:
+        async with watch.watching() as look:
             for name in names:
                 (workspace / name / "new").write_text("")
         return look.found
@@ -105,7 +105,7 @@ async def test_one_who_goes_away_at_the_end_looks_no_more(workspace: Path, watch
     begun, end = asyncio.Event(), asyncio.Event()
 
     async def call() -> None:
-        async with watch.looking():
+        async with watch.watching():
             begun.set()
             await end.wait()
 
@@ -119,7 +119,7 @@ async def test_one_who_goes_away_at_the_end_looks_no_more(workspace: Path, watch
             await first
     (workspace / "new").write_text("")
     for _ in range(2):
-        async with watch.looking():
+        async with watch.watching():
             pass
     assert b"new" not in watch._changed
 
@@ -132,13 +132,13 @@ async def test_falls_back_to_a_scan(
     if what == "too many folders":
         for number in range(5):
             (workspace / f"d{number}").mkdir()
-    async with watch.looking() as look:
+    async with watch.watching() as look:
         if what == "too many events":
             for number in range(5):
                 (workspace / f"d{number}").mkdir()
         (workspace / "d4/file").write_text("1")
     assert look.found == ["d4/file"]
-    async with watch.looking() as look:
+    async with watch.watching() as look:
         (workspace / "d3/file").write_text("1")
     assert "d3/file" in look.found  # a scan may name what was written a tick before, too
 
@@ -155,10 +155,10 @@ async def test_agrees_with_a_scan(before: list[tuple[str, str, str]], during: li
         files.configure(folder)
         watch = ProducedFiles(files)
         try:
-            async with watch.looking():
+            async with watch.watching():
                 act(Path(folder), before)
             since = files.mark()
-            async with watch.looking() as look:
+            async with watch.watching() as look:
                 touched = act(Path(folder), during)
             scanned = set(files.produced_since(since))
             assert set(look.found) <= scanned
@@ -194,7 +194,7 @@ def act(root: Path, steps: list[tuple[str, str, str]]) -> set[str]:
 
 
 async def test_the_description_of_the_workspace_is_not_produced(workspace: Path, watch: ProducedFiles) -> None:
-    async with watch.looking() as look:
+    async with watch.watching() as look:
         (workspace / ".context.json").write_text("{}")
         (workspace / "made").write_text("x")
     assert look.found == ["made"]

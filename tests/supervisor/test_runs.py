@@ -39,14 +39,15 @@ def test_what_is_said_not_to_have_begun_never_begins(steps: list[tuple[bool, str
 
 async def test_requests_of_a_run() -> None:
     """A request that lies in a socket while another asks for its run is refused."""
-    router, handled = Router(), []
+    runs = Runs()
+    router, handled = Router(runs.begin), []
 
     async def handle(request: Request) -> Response:
         handled.append(request.run)
         return json_response({})
 
     router.add("POST", "/act", handle)
-    Runs().routes(router)
+    runs.routes(router)
     tasks: set[asyncio.Task[None]] = set()
     ours, theirs = socket.socketpair()
     await asyncio.get_running_loop().connect_accepted_socket(lambda: Connection(router, tasks), theirs)

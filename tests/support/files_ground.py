@@ -93,7 +93,7 @@ async def serve(top: Path) -> AsyncIterator[Box]:
     before = descriptors()
     files = Files()
     files.configure(str(workspace))
-    router = Router()
+    router = Router(lambda _run: None)
     files.routes(router)
     tasks: set[asyncio.Task[None]] = set()
     address = str(top / "socket")

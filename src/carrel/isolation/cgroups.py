@@ -47,7 +47,6 @@ class GroupEntry:
             os.write(descriptor, b"0")
 
     def close(self) -> None:
-        """Close the descriptors."""
         for descriptor in (*self.tasks, self.into):
             if descriptor >= 0:
                 os.close(descriptor)

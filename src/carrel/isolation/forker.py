@@ -218,9 +218,8 @@ class SandboxForker:
                 os.close(descriptor)
 
     def _order(self, masks: int) -> int:
-        """Return the plan for packed masks."""
         if self._covers is None:
-            raise PlatformError("what is not isolated cannot be masked")
+            raise PlatformError("a sandbox without isolation cannot have masks")
         return self._covers.order(wire.content(masks))
 
     def fork(self, *, rehearse: bool, own_network: bool = True) -> Child:
@@ -330,7 +329,6 @@ class SandboxForker:
         requests.send(_FORKED.pack(pid))
 
     def close(self) -> None:
-        """End the forker and remove the cgroups."""
         if self._requests is not None:
             self._requests.close()
             self._requests = None
@@ -421,7 +419,6 @@ class SandboxForker:
 
 
 def kill(pid: int) -> None:
-    """Send SIGKILL to a process, if it still exists."""
     try:
         os.kill(pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -90,12 +90,10 @@ def fork_owned(owner: int, namespaces: int, cgroup_fd: int = -1, *, sibling: boo
 
 
 def unshare(flags: int) -> None:
-    """Give this process new namespaces."""
     libc.call("unshare", flags)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
-    """mount(2)."""
     data = None if options is None else options.encode()
     fstype = None if kind is None else kind.encode()
     name = f"mount {kind or source} on {target}"
@@ -103,7 +101,6 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
 
 
 def unmount(target: str, flags: int = 0) -> None:
-    """umount2(2)."""
     libc.call("umount2", os.fsencode(target), flags, name=f"unmount {target}")
 
 
@@ -130,7 +127,6 @@ def open_tree(path: str, *, recursive: bool = False, dir_fd: int = AT_FDCWD) -> 
 
 
 def move_mount(tree_fd: int, target: str) -> None:
-    """Attach a detached mount at `target`."""
     place = os.fsencode(target)
     name = f"move_mount to {target}"
     libc.system_call(name, _NR_MOVE_MOUNT, tree_fd, b"", AT_FDCWD, place, MOVE_MOUNT_F_EMPTY_PATH)
@@ -151,7 +147,6 @@ def drop_bounding_set() -> None:
 
 
 def drop_capabilities() -> None:
-    """Give up every capability this process has."""
     libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     libc.system_call("capset", _NR_CAPSET[ARCH], _CAPABILITY_HEADER, bytes(24))
 
@@ -216,7 +211,6 @@ def share_descriptors(pid: int, other: int) -> bool:
 
 
 def close_all_but(keep: set[int]) -> None:
-    """Close every descriptor that is not in `keep`."""
     last = -1
     for descriptor in sorted(descriptor for descriptor in keep if descriptor >= 0):
         if descriptor > last + 1:  # an empty range at 0 would mean everything

@@ -342,7 +342,6 @@ def _open_places(places: Sequence[str]) -> list[tuple[int, str]]:
 
 
 def _narrow(places: list[tuple[int, str]]) -> None:
-    """Make the workspace read-only except for these paths."""
     for tree, _ in places:
         remove_leftover(tree)
     if any(place == rootfs.WORKSPACE for _, place in places):
@@ -392,7 +391,6 @@ def _pin(paths: dict[str, bool], covers: int) -> None:
 
 
 def _make_read_only(path: str) -> None:
-    """Make a path of the workspace read-only."""
     try:
         tree = _open_place(path, make=False)
     except (FileNotFoundError, NotADirectoryError):

@@ -137,7 +137,6 @@ def unmaskable(pattern: str) -> str | None:
 
 
 def split(pattern: str) -> tuple[Part, ...]:
-    """Split a path or pattern into its parts."""
     if not _SPECIAL.search(pattern):
         return tuple(name for name in pattern.split("/") if name)
     parts: list[Part] = []
@@ -189,7 +188,6 @@ def content(descriptor: int) -> bytes:
 
 
 def unpack(packed: bytes) -> Masks:
-    """Decode and validate masks."""
     try:
         body = json.loads(packed)
         writable = body["writable"]

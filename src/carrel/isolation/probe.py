@@ -56,7 +56,6 @@ class Host:
 
 @cache
 def host() -> Host:
-    """Probe this host, once."""
     run = subprocess.run([sys.executable, "-m", "carrel.isolation.probe"], capture_output=True, timeout=60, check=False)
     try:
         answer = json.loads(run.stdout)

@@ -76,7 +76,6 @@ class WatchedSandbox:
         self.fresh = kills == self.kills
 
     def close(self) -> None:
-        """Close the descriptors."""
         for descriptor in (self.segments, *self.mounts):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -321,7 +320,6 @@ def _held_mapped(path: str, device: int, found: dict[int, int]) -> bool:
 
 
 def _children(proc: str) -> dict[int, list[int]]:
-    """Return the children of every process of the machine."""
     found: dict[int, list[int]] = {}
     for name in os.listdir(proc):
         if name.isdigit():
@@ -332,7 +330,6 @@ def _children(proc: str) -> dict[int, list[int]]:
 
 
 def _below(first: int, children: Mapping[int, Sequence[int]]) -> list[int]:
-    """Return a process and all its descendants."""
     found = [first]
     for pid in found:  # grows meanwhile
         found += children.get(pid, ())

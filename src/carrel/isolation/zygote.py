@@ -109,7 +109,6 @@ class Zygote:
         self._forker.close()
 
     def _patience(self, idle_until: float) -> float | None:
-        """Return how long the loop may sleep."""
         waits = [LONG_S if idle_until == math.inf else max(0.0, idle_until - time.monotonic())]
         if self._lacks_spares():
             waits.append(QUIET_S)  # requests that wait now come before spares for later ones

@@ -50,7 +50,6 @@ class NamespaceProvider(ZygoteProvider):
         return probe.host()
 
     def missing(self) -> str | None:
-        """See `Provider.missing`."""
         return self._host.missing
 
     def capabilities(self) -> frozenset[Capability]:
@@ -95,29 +94,23 @@ class NamespaceProvider(ZygoteProvider):
             close_all(answer.get("fds", ()))
 
     async def remove(self, handle: Handle) -> None:
-        """See `Provider.remove`."""
         await super().remove(handle)
         await self._bridges.gone(handle)
 
     async def close(self) -> None:
-        """See `Provider.close`."""
         self._bridges.close()
         await super().close()
 
     async def way_out(self, handle: Handle) -> int | None:
-        """See `Provider.way_out`."""
         return await self._zygote.descriptor("way_out", id=handle["id"])
 
     async def out_of_memory_kills(self, handle: Handle) -> int:
-        """See `Provider.out_of_memory_kills`."""
         return int((await self._zygote.known("usage", id=handle["id"])).get("oom_kills", 0))
 
     async def held_bytes(self, handle: Handle) -> int:
-        """See `Provider.held_bytes`."""
         return int((await self._zygote.known("held", id=handle["id"])).get("bytes", 0))
 
     async def memory_bytes(self, handle: Handle) -> int | None:
-        """See `Provider.memory_bytes`."""
         used = (await self._zygote.known("usage", id=handle["id"])).get("memory_bytes")
         return int(used) if used is not None else None
 

@@ -36,7 +36,6 @@ class ZygoteProvider(Provider):
         self._zygote = zygote or ZygoteClient(run_dir, workspaces, plain=self.plain, shared=shared)
 
     async def warm(self) -> None:
-        """See `Provider.warm`."""
         if await asyncio.to_thread(self.missing) is None:
             try:
                 await self._zygote.request("describe")
@@ -44,7 +43,6 @@ class ZygoteProvider(Provider):
                 pass  # the first start of a sandbox gets the reason
 
     async def start(self, launch: Launch) -> Handle:
-        """See `Provider.start`."""
         path = os.path.join(self._run_dir, f"{launch.id[:40]}-{os.urandom(4).hex()}.sock")
         if len(os.fsencode(path)) > LONGEST_SOCKET_PATH:
             raise PlatformError(
@@ -116,16 +114,13 @@ class ZygoteProvider(Provider):
         return (masks.pack(launch.masks),)
 
     async def alive(self, handle: Handle) -> bool:
-        """See `Provider.alive`."""
         return foreign_processes.runs(number(handle, "pid"), number(handle, "start_time"))
 
     async def running(self) -> list[str]:
-        """See `Provider.running`."""
         found = await self._zygote.known("list")
         return [str(name) for name in found.get("ids", [])]
 
     async def remove(self, handle: Handle) -> None:
-        """See `Provider.remove`."""
         answer = await self._zygote.known("remove", id=handle["id"])
         if not answer.get("known") and await self.alive(handle):
             await self._kill(handle)
@@ -144,7 +139,6 @@ class ZygoteProvider(Provider):
             await asyncio.sleep(0.005)
 
     async def close(self) -> None:
-        """See `Provider.close`."""
         await self._zygote.close()
 
 

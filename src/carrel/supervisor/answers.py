@@ -5,28 +5,16 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import AsyncIterator
-from typing import Protocol
 
 from carrel.supervisor.command import Command, exit_of
 from carrel.supervisor.http import Json
-from carrel.supervisor.output import END, Output
+from carrel.supervisor.output import END
+from carrel.supervisor.python.cell import Cell
 
 FRAME = 256 * 1024
 
 
-class HasOutput(Protocol):
-    """Something that writes output: a command or a cell."""
-
-    @property
-    def output(self) -> Output:
-        """Its output."""
-
-    def info(self) -> Json:
-        """The info object of the protocol."""
-
-
 def result_of(command: Command) -> Json:
-    """Return the result of a command that has ended."""
     code, name = exit_of(command.status)
     result: Json = {
         "id": command.id,
@@ -46,9 +34,9 @@ def result_of(command: Command) -> Json:
     return result
 
 
-async def frames_of(command: HasOutput, offset: int, *, follow: bool) -> AsyncIterator[bytes]:
+async def frames_of(source: Command | Cell, offset: int, *, follow: bool) -> AsyncIterator[bytes]:
     """Yield the output from an offset on as frames. The last frame has the info object."""
-    output = command.output
+    output = source.output
     while True:
         stream, data = output.read(offset, FRAME)
         if stream != END:
@@ -58,7 +46,7 @@ async def frames_of(command: HasOutput, offset: int, *, follow: bool) -> AsyncIt
             break
         else:
             await output.changed()
-    yield frame(END, json.dumps(command.info()).encode())
+    yield frame(END, json.dumps(source.info()).encode())
 
 
 def frame(kind: int, data: bytes) -> bytes:

@@ -78,7 +78,8 @@ class Supervisor:
         self._env: dict[str, str] = {}
         self._venv = False
         self._memory_places: tuple[str, ...] = ()
-        self.router = Router()
+        runs = Runs()
+        self.router = Router(runs.begin)
         for method, pattern, handler in (
             ("GET", "/health", self._health),
             ("POST", "/execute", self._execute),
@@ -93,7 +94,7 @@ class Supervisor:
             ("DELETE", "/commands/{}", self._forget),
         ):
             self.router.add(method, pattern, handler)
-        for part in (self.files, self._secrets, Runs(), self.python, self.contexts, self._mcp_servers, self._reset):
+        for part in (self.files, self._secrets, runs, self.python, self.contexts, self._mcp_servers, self._reset):
             part.routes(self.router)
 
     def configure(self, loop: asyncio.AbstractEventLoop, facts: SandboxFacts) -> None:
@@ -121,7 +122,6 @@ class Supervisor:
         self.python.configure(self._env, isolated=facts.isolated)
 
     def close(self) -> None:
-        """Release what `configure` took."""
         self.commands.close()
         self.produced.close()
         self.files.close()
@@ -264,7 +264,7 @@ class Supervisor:
         language = body.get("language", "shell")
         if language not in {"shell", "python"}:
             raise Unsupported(
-                f"no {str(language)[:40]!r} is executed here", field="language", hint="use python or shell"
+                f"the language {str(language)[:40]!r} is not supported", field="language", hint="use python or shell"
             )
         given = put_files(self.files, body.get("files"))
         async with self.produced.watching(given) as look:

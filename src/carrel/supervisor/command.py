@@ -70,7 +70,6 @@ class Command:
         return round(((self.ended or time.monotonic()) - self.started) * 1000, 3)
 
     def info(self) -> dict[str, Any]:
-        """Return the info object of the protocol."""
         code, name = exit_of(self.status)
         return {
             "id": self.id,

@@ -20,7 +20,7 @@ async def send(command: Command, data: bytes) -> None:
     if descriptor < 0:
         raise NotRunning(
             f"standard input of command {command.id} is closed",
-            hint="start it with interactive=true to feed it",
+            hint="start it with interactive=true to send it input",
         )
     view = memoryview(data)
     while view:
@@ -29,7 +29,7 @@ async def send(command: Command, data: bytes) -> None:
         except BlockingIOError:
             await _writable(command, descriptor)
             if descriptor not in {command.terminal_fd, command.stdin_fd} or not command.running:
-                raise NotRunning(f"command {command.id} ended while it was fed") from None
+                raise NotRunning(f"command {command.id} ended before it read all of its input") from None
         except OSError:
             raise NotRunning(f"command {command.id} no longer reads its input") from None
 

@@ -79,13 +79,11 @@ class Commands:
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Release what `configure` took."""
         os.close(self._null)
         self._loop.remove_signal_handler(signal.SIGCHLD)
 
     @property
     def running(self) -> int:
-        """The number of running commands."""
         return sum(command.running for command in self._commands.values())
 
     @property
@@ -98,7 +96,6 @@ class Commands:
         return list(self._commands.values())
 
     def get(self, name: str) -> Command:
-        """Return a command by its id."""
         try:
             return self._commands[name]
         except KeyError:
@@ -271,7 +268,6 @@ class Commands:
         self._loop.add_reader(reaper.socket, reaper.on_readable)
 
     def disown(self, reaper: Reaper) -> None:
-        """End a reaper that has no command."""
         if self._runners.get(reaper.pid) is reaper:
             self._lost(reaper)
 

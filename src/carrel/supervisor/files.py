@@ -52,7 +52,6 @@ def _stamp(status: os.stat_result) -> Stamp:
 
 
 def describe(entry: Entry) -> Json:
-    """Return the file info object of an entry."""
     status = entry.status
     if stat.S_ISREG(status.st_mode):
         kind = "file"
@@ -104,7 +103,7 @@ class _Content:
             chunk = os.pread(self._handle, min(CHUNK, self._left), self._offset)
         except OSError as error:
             self.close()
-            raise PlatformError(f"the file cannot be read on: {error.strerror}") from None
+            raise PlatformError(f"reading the file failed: {error.strerror}") from None
         if not chunk:
             self.close()
             raise Conflict("the file became shorter while it was read")
@@ -136,11 +135,9 @@ class Files:
         remove_leftover(self.root.fd)
 
     def close(self) -> None:
-        """Close the root."""
         self.root.close()
 
     def routes(self, router: Router) -> None:
-        """Add the routes under `/files`."""
         router.add("GET", "/files/content", self._read)
         router.add("PUT", "/files/content", self._write)
         router.add("GET", "/files/stat", self._stat)

@@ -71,7 +71,6 @@ class Request:
         return b"".join(parts)
 
     async def json(self) -> Json:
-        """Return the body as a JSON object."""
         try:
             value = json.loads(await self.read())
         except (ValueError, RecursionError) as error:
@@ -119,7 +118,6 @@ class Response:
 
 
 def json_response(value: object, status: int = 200) -> Response:
-    """Return a JSON response."""
     return Response(status, json.dumps(value, separators=(",", ":")).encode())
 
 
@@ -133,21 +131,16 @@ def problem_response(error: CarrelError) -> Response:
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def _nothing(_run: str) -> None:
-    return
-
-
 class Router:
     """Routes by method and path; `{}` in a pattern matches one segment, given to the handler in `request.args`."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_run: Callable[[str], None]) -> None:
+        """`on_run` is called with the run of each request before it is handled; it may refuse it by raising."""
         self._exact: dict[tuple[str, str], Handler] = {}
         self._patterns: list[tuple[str, list[str], Handler]] = []
-        self.on_run: Callable[[str], None] = _nothing
-        """Called with the run of each request before it is handled; may refuse it by raising."""
+        self.on_run = on_run
 
     def add(self, method: str, pattern: str, handler: Handler) -> None:
-        """Add a route."""
         if "{}" in pattern:
             self._patterns.append((method, pattern.split("/"), handler))
         else:
@@ -197,7 +190,6 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Called by asyncio."""
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         transport.set_write_buffer_limits(high=HIGH_WATER)
@@ -221,11 +213,10 @@ class Connection(asyncio.Protocol):
         self._can_write.set()
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._refuse(InvalidRequest("protocol upgrades are not spoken here"))
+            self._refuse(InvalidRequest("protocol upgrades are not supported"))
         except httptools.HttpParserError as error:
             cause = error.__context__  # the parser wraps what its callbacks raise
             self._refuse(cause if isinstance(cause, CarrelError) else InvalidRequest(f"not HTTP: {error}"))
@@ -238,14 +229,12 @@ class Connection(asyncio.Protocol):
     # httptools callbacks
 
     def on_message_begin(self) -> None:
-        """Called by the parser."""
         self._url = b""
         self._run = None
         self._header_bytes = 0
         self._in_head = True
 
     def on_url(self, url: bytes) -> None:
-        """Called by the parser."""
         self._url += url
         if len(self._url) > MAX_HEADERS:
             raise TooLarge(f"the request line is longer than {MAX_HEADERS} bytes")
@@ -259,7 +248,6 @@ class Connection(asyncio.Protocol):
             raise TooLarge(f"the headers are longer than {MAX_HEADERS} bytes")
 
     def on_headers_complete(self) -> None:
-        """Called by the parser."""
         self._in_head = False
         path, _, query = self._url.decode("latin-1").partition("?")
         pairs = dict(parse_qsl(query, keep_blank_values=True, errors="surrogateescape")) if query else {}
@@ -273,7 +261,6 @@ class Connection(asyncio.Protocol):
             self._task.add_done_callback(self._tasks.discard)
 
     def on_body(self, body: bytes) -> None:
-        """Called by the parser."""
         if self._request is not None:
             self._buffered += len(body)
             if self._buffered > HIGH_WATER and not self._paused and self._transport is not None:
@@ -282,7 +269,6 @@ class Connection(asyncio.Protocol):
             self._request._feed(body)
 
     def on_message_complete(self) -> None:
-        """Called by the parser."""
         if self._request is not None:
             self._request._finish()
 

@@ -45,7 +45,6 @@ class _Runner(Runner):
     """A runner that reports its own end, whatever caused it."""
 
     def gone(self) -> None:
-        """See `Reaper`."""
         self.on_event(self, "gone", 0)
 
 
@@ -134,12 +133,10 @@ class Process:
 
     @property
     def ending(self) -> bool:
-        """Whether the process has ended or is being ended."""
         return self.wanted or self._killing or self.over.done()
 
     @property
     def connected(self) -> bool:
-        """Whether a client reads the messages."""
         return self._reader is not None
 
     def _end(self, **more: object) -> bytes:
@@ -275,7 +272,7 @@ class Process:
         except OSError:
             self.end(CLOSED_INPUT)
             why = f"MCP server '{self.name}' has {CLOSED_INPUT}"
-            raise McpServerFailed(why, field="stdin", hint="connect again to start it anew") from None
+            raise McpServerFailed(why, field="stdin", hint="connect again to restart it") from None
 
     async def _can_write(self) -> None:
         self._writable = self._loop.create_future()

@@ -88,7 +88,6 @@ class Server:
     # telling
 
     def info(self) -> dict[str, Any]:
-        """Return the state object of the protocol."""
         running = self._running()
         wait = 0.0 if running else self._backoff.left(time.monotonic())
         if running is not None:
@@ -156,7 +155,7 @@ class Server:
         except FileNotFoundError as error:
             raise self._never_began(program, error.errno or errno.ENOENT) from None
         except OSError as error:
-            why = f"no process more can be started in this sandbox: {error.strerror}"
+            why = f"this sandbox cannot start another process: {error.strerror}"
             raise LimitExceeded(why, hint="wait for something to end, or end it") from None
         finally:
             self._declared.release(order)
@@ -186,7 +185,6 @@ class Server:
         )
 
     async def send(self, incarnation: int, line: bytes, deadline_s: float) -> None:
-        """Send a line to the process."""
         process = self._running()
         if process is None:
             raise NotRunning(f"MCP server '{self.name}' does not run", field="incarnation", hint="connect first")
@@ -223,7 +221,7 @@ class Server:
         async with self._turn:
             self._check_open()
             if declared.generation != self._declared.generation:
-                await self._end("was declared anew")
+                await self._end("was declared again")
                 self._declare(declared)
 
     async def stop(self) -> None:

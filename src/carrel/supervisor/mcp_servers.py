@@ -47,7 +47,6 @@ class McpServers:
         self._room = Budget(room)
 
     def routes(self, router: Router) -> None:
-        """Add the routes."""
         router.add("GET", "/mcp", self._list)
         router.add("GET", "/mcp/{}", self._info)
         router.add("PUT", "/mcp/{}", self._declare)

@@ -54,7 +54,7 @@ def refusal(error: OSError, path: str | bytes, field: str = "path") -> CarrelErr
         errno.ENOTDIR: InvalidPath(f"a part of {shown} is not a directory", field=field),
         errno.EISDIR: InvalidPath(f"{shown} is a directory", field=field),
         errno.ENAMETOOLONG: InvalidPath(f"a name in {shown} is too long", field=field),
-        errno.EINVAL: InvalidPath(f"{shown} is not possible here", field=field),
+        errno.EINVAL: InvalidPath(f"{shown} cannot be used here", field=field),
         errno.ENXIO: InvalidPath(f"{shown} is not a regular file", field=field),
         errno.ENODEV: InvalidPath(f"{shown} is not a regular file", field=field),
         errno.EEXIST: AlreadyExists(f"{shown} exists already", field=field),
@@ -100,7 +100,6 @@ class Place:
         self.field = field
 
     def close(self) -> None:
-        """Close the directory; more than once does no harm."""
         if self.directory >= 0:
             os.close(self.directory)
             self.directory = -1
@@ -127,7 +126,6 @@ class Root:
             raise PlatformError(f"the workspace root {path!r} cannot be opened: {error.strerror}") from None
 
     def close(self) -> None:
-        """Close the root; more than once does no harm."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -80,7 +80,6 @@ class ProducedFiles:
         self._busy = asyncio.Lock()
 
     def close(self) -> None:
-        """Stop watching."""
         if self._inotify >= 0:
             os.close(self._inotify)
             self._inotify = -1

@@ -233,7 +233,6 @@ class Reaper:
         return kill_below(self.pid)
 
     def close(self) -> None:
-        """End the process."""
         self.socket.close()
         try:
             os.kill(self.pid, signal.SIGKILL)
@@ -269,7 +268,6 @@ class Runner(Reaper):
         self.socket = ours
 
     def start(self, program: Program, directory: int) -> None:
-        """Let the runner start a program."""
         fds = [directory, *(program.stdio or ())]
         fields = [program.terminal or "", str(len(program.argv)), *program.argv]
         fields += [f"{key}={value}" for key, value in program.env.items()]

@@ -73,12 +73,11 @@ class Reset:
         self._places = places
 
     def routes(self, router: Router) -> None:
-        """Add the route."""
         router.add("POST", "/empty", self._empty)
 
     async def _empty(self, _request: Request) -> Response:
         if not self._places:
-            raise Unsupported("what is not isolated has the host's files and cannot be emptied")
+            raise Unsupported("a sandbox without isolation cannot be reset, because it uses the host's files")
         async with self._busy:
             reason = self._record_all() if self._kept is None else await self._reset()
         load = self._load()
@@ -98,7 +97,7 @@ class Reset:
                 top = os.open(place, _OPEN)
                 self._kept.append((top, _record(top, os.fstat(top), [MOST_KEPT])))
         except (_Changed, OSError) as error:
-            return f"it could not be looked at: {error}"
+            return f"its state could not be recorded: {error}"
         task = asyncio.get_running_loop().create_task(self._warm())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -132,7 +131,7 @@ class Reset:
             return "it took too long"
         except (_Changed, OSError) as error:
             return str(error)
-        return None if len(self._kept) == len(self._places) else "it was not looked at when it was new"
+        return None if len(self._kept) == len(self._places) else "its state was not recorded when it was new"
 
     async def _end_commands(self) -> None:
         for command in self._commands.all():
@@ -144,7 +143,6 @@ class Reset:
 
 
 def _record(handle: int, status: os.stat_result, left: list[int]) -> _Recorded:
-    """Record the tree of an open directory."""
     below: dict[bytes, _Recorded] = {}
     with os.scandir(handle) as found:
         names = [os.fsencode(entry.name) for entry in found]

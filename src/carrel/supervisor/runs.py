@@ -23,14 +23,13 @@ class Runs:
         self._forgot = False
 
     def routes(self, router: Router) -> None:
-        """Add the route, and have every request that is part of a run pass `begin` first."""
+        """Add the route. The router must call `begin` for every request that is part of a run."""
         router.add("POST", "/runs/{}/void", self._ask)
-        router.on_run = self.begin
 
     def begin(self, run: str) -> None:
         """Record that a run begins. Raises `Conflict` when it was forbidden."""
         if run in self._void:
-            raise Conflict("a server that took over has called this off", field="run", hint="ask again")
+            raise Conflict("another server has taken over and cancelled this", field="run", hint="ask again")
         if run not in self._begun:
             self._begun[run] = None
             if len(self._begun) > MOST:

@@ -34,7 +34,6 @@ class Secrets:
         self._directory = directory
 
     def routes(self, router: Router) -> None:
-        """Add the routes."""
         router.add("PUT", "/secrets", self._put)
 
     async def _put(self, request: Request) -> Response:

@@ -69,8 +69,6 @@ CHECKS: list[Check] = []
 
 
 def check(*needs: Capability) -> Callable[[Body], Body]:
-    """Declare a check."""
-
     def declare(body: Body) -> Body:
         name = getattr(body, "__name__", "check")
         CHECKS.append(Check(name, (body.__doc__ or name).strip().splitlines()[0], body, frozenset(needs)))

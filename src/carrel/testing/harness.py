@@ -29,28 +29,23 @@ class Running:
         self.connection = SupervisorConnection(str(handle["socket"]))
 
     async def run(self, command: str | list[str], *, timeout: float = 20, **fields: Any) -> CommandResult:
-        """Run a command to its end."""
         body = {"command": command, "timeout": timeout, "output_limit": 1024 * 1024, **fields}
         answer = await self.connection.request_json("POST", "/commands?wait=1", body, deadline=timeout + 10)
         return CommandResult.model_validate(answer)
 
     async def start(self, command: str | list[str], *, timeout: float = 60, **fields: Any) -> CommandInfo:
-        """Start a command in the background."""
         body = {"command": command, "timeout": timeout, "output_limit": 1024 * 1024, **fields}
         return CommandInfo.model_validate(await self.connection.request_json("POST", "/commands", body))
 
     async def result(self, id: str) -> CommandResult:
-        """Wait for a command that was started."""
         return CommandResult.model_validate(
             await self.connection.request_json("GET", f"/commands/{id}/result", deadline=60)
         )
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file of the workspace."""
         await self.connection.request("PUT", f"/files/content?path={quote(path)}&parents=1", data)
 
     async def read(self, path: str) -> bytes:
-        """Read a file of the workspace."""
         return await self.connection.request("GET", f"/files/content?path={quote(path)}")
 
 
@@ -63,7 +58,6 @@ class Harness:
         self.provider = make_provider()
 
     def workspace(self) -> str:
-        """Create an empty workspace."""
         return self._make_workspace(f"eph-{secrets.token_hex(8)}")
 
     def launch(self, workspace: str | None = None, *, network: Network | None = None, **fields: Any) -> Launch:
@@ -91,7 +85,6 @@ class Harness:
             await self.provider.remove(handle)
 
     async def close(self) -> None:
-        """Close the provider."""
         await self.provider.close()
 
 

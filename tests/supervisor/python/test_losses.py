@@ -79,7 +79,7 @@ def test_what_gets_ready_when_its_interpreter_was_retired_is_ended(tmp_path: Pat
                 (interpreter,) = supervisor.python.interpreters._by_python.values()
                 while not any(each.pid and not each.spare for each in interpreter.hosts):  # too quick, the last time
                     others = set(interpreter.hosts)
-                    interpreter.grow()
+                    interpreter.request_host()
                     await until(lambda: any(each.pid for each in interpreter.hosts - others))
                 assert retire() is interpreter
                 await until(lambda: not interpreter.hosts)

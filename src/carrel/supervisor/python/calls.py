@@ -50,7 +50,7 @@ class Python:
         self._order = order
         self._release = release
         self._isolated = True
-        self.interpreters = Interpreters(commands, SCRIPT)
+        self.interpreters = Interpreters(commands, SCRIPT, self._imports)
         self._env: dict[str, str] = {}
         self._packages: str | None = None
         self._ahead: list[str] = []
@@ -61,16 +61,13 @@ class Python:
         self._isolated = isolated
         if not isolated:
             here = os.path.dirname(os.path.abspath(__file__))
-            self.interpreters = Interpreters(self._commands, os.path.join(here, "warm.py"))
-        self.interpreters.imports = self._imports
+            self.interpreters = Interpreters(self._commands, os.path.join(here, "warm.py"), self._imports)
 
     @property
     def running(self) -> int:
-        """The number of running calls."""
         return sum(each.running and isinstance(each.runner, Host) for each in self._commands.all())
 
     def routes(self, router: Router) -> None:
-        """Add the routes."""
         router.add("POST", "/python", self._run)
         router.add("PUT", "/python/packages", self._have)
 
@@ -99,7 +96,6 @@ class Python:
         return Response(204)
 
     async def start(self, body: Json, *, live: bool = False) -> Command:
-        """Start a call."""
         code, args = body.get("code"), body.get("args") or []
         if not isinstance(code, str) or len(code) > MOST_CODE:
             raise InvalidRequest(f"'code' must be text of at most {MOST_CODE} characters", field="code")

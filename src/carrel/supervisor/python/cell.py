@@ -72,7 +72,6 @@ class Cell:
         }
 
     def result(self, context: str) -> dict[str, Any]:
-        """Return the result object of the protocol."""
         code, name = exit_of(self.wait_status)
         stdout, stderr = (data.decode(errors="replace") for data in self.output.whole())
         dropped = self.output.dropped + self.results_dropped

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from collections.abc import Callable
 
@@ -14,37 +13,10 @@ from carrel.supervisor.commands import Commands
 from carrel.supervisor.http import Json, Request, Response, Router, json_response
 from carrel.supervisor.python.calls import MOST_CODE, OUTPUT_LIMIT, Python
 from carrel.supervisor.python.cell import Cell
-from carrel.supervisor.python.contexts import RESULTS_LIMIT, CodeContext
-from carrel.supervisor.python.hosts import Host
+from carrel.supervisor.python.contexts import CodeContext, Launch
 
 MOST_CONTEXTS = 16
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-
-
-class _Launch:
-    """Starts the process of a context, in an environment and with variables."""
-
-    def __init__(self, python: Python, release: Callable[[Order], None], body: Json):
-        self.env = body.get("env")
-        self._python = python
-        self._release = release
-        self._body = {"variables": body.get("variables")}
-        self._release(python.order(self._body, ""))  # validates the body now, not at the start
-
-    async def host(self) -> Host:
-        """See `Launch`."""
-        return await self._python.host(self.env)
-
-    def run(self, host: Host, streams: tuple[int, int], control: int) -> None:
-        """See `Launch`."""
-        order = self._python.order(self._body, "")
-        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        work = {"code": "", "env": order.env, "live": True, "limit": RESULTS_LIMIT}
-        try:
-            host.run(work, order.directory, (null, *streams), control)
-        finally:
-            os.close(null)
-            self._release(order)
 
 
 class CodeContexts:
@@ -65,13 +37,11 @@ class CodeContexts:
         return len(self._contexts)
 
     async def close(self) -> None:
-        """End and forget all contexts."""
         while self._contexts:
             _, context = self._contexts.popitem()
             await context.close()
 
     def routes(self, router: Router) -> None:
-        """Add the routes."""
         router.add("GET", "/contexts", self._list)
         router.add("GET", "/contexts/{}", self._info)
         router.add("DELETE", "/contexts/{}", self._delete)
@@ -139,7 +109,7 @@ class CodeContexts:
             raise InvalidRequest("this cannot be the name of a code context", field="name")
         if len(self._contexts) >= MOST_CONTEXTS:
             raise LimitExceeded(f"there are {MOST_CONTEXTS} code contexts already", hint="delete one")
-        context = CodeContext(name, self._commands, _Launch(self._python, self._release, body))
+        context = CodeContext(name, self._commands, Launch(self._python, self._release, body))
         self._contexts[name] = context
         return context
 

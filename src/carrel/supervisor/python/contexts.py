@@ -13,12 +13,16 @@ import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any, Protocol
+from typing import Any
 
 from carrel.errors import CarrelError, Conflict, LimitExceeded, NotFound
+from carrel.supervisor.command import Order
 from carrel.supervisor.commands import LAST_DRAIN, READ_SIZE, Commands
+from carrel.supervisor.http import Json
 from carrel.supervisor.output import STDERR, STDOUT, read_some
+from carrel.supervisor.python.calls import Python
 from carrel.supervisor.python.cell import Cell
 from carrel.supervisor.python.hosts import Host
 from carrel.supervisor.reaper import Reaper, memory_file
@@ -62,7 +66,6 @@ class CodeContext:
     # telling
 
     def info(self) -> dict[str, Any]:
-        """Return the info object of the protocol."""
         state = "dead"
         if self._host is not None:
             state = "idle" if self._current is None else "busy"
@@ -80,16 +83,13 @@ class CodeContext:
 
     @property
     def busy(self) -> bool:
-        """Whether a cell runs or waits."""
         return self._current is not None or bool(self._queue)
 
     @property
     def env(self) -> str | None:
-        """The environment that it was created with."""
         return self._launch.env
 
     def cell(self, name: str) -> Cell:
-        """Return a cell by its id."""
         try:
             return self._cells[name]
         except KeyError:
@@ -377,13 +377,27 @@ class CodeContext:
             del self._cells[cell.id]
 
 
-class Launch(Protocol):
-    """How a context gets its process."""
+class Launch:
+    """Starts the process of a context, in an environment and with variables."""
 
-    env: str | None
+    def __init__(self, python: Python, release: Callable[[Order], None], body: Json):
+        self.env: str | None = body.get("env")
+        self._python = python
+        self._release = release
+        self._body = {"variables": body.get("variables")}
+        self._release(python.order(self._body, ""))  # validates the body now, not at the start
 
     async def host(self) -> Host:
         """Return a host whose spare waits for work."""
+        return await self._python.host(self.env)
 
     def run(self, host: Host, streams: tuple[int, int], control: int) -> None:
         """Let the spare of a host become a context."""
+        order = self._python.order(self._body, "")
+        null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        work = {"code": "", "env": order.env, "live": True, "limit": RESULTS_LIMIT}
+        try:
+            host.run(work, order.directory, (null, *streams), control)
+        finally:
+            os.close(null)
+            self._release(order)

@@ -65,7 +65,6 @@ class Host(Reaper):
         return True
 
     def prepare(self) -> None:
-        """Ask for the next spare."""
         try:
             self.socket.send(b"prepare")
         except OSError:
@@ -79,7 +78,6 @@ class Host(Reaper):
             self.socket.close()
 
     def gone(self) -> None:
-        """See `Reaper`."""
         self.interpreter.lost(self)
 
 
@@ -194,7 +192,6 @@ class Interpreter(Reaper):
         return self.greeted and conditions(self.pid) != self.conditions
 
     def request_host(self) -> None:
-        """Ask for one more host."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         host = Host(self, ours)
@@ -259,10 +256,9 @@ class Interpreter(Reaper):
     def _words(self) -> str:
         size = os.fstat(self._said).st_size
         said = os.pread(self._said, MOST_SAID, max(0, size - MOST_SAID)).decode(errors="replace").strip()
-        return said.splitlines()[-1] if said else "it said nothing"
+        return said.splitlines()[-1] if said else "it printed nothing"
 
     def on_host(self, reaper: Reaper, event: str, value: int) -> None:
-        """Handle an event of a host."""
         assert isinstance(reaper, Host)
         if event == "hello":
             reaper.pid = value
@@ -314,7 +310,6 @@ class Interpreter(Reaper):
     # ending
 
     def dismiss(self, host: Host) -> None:
-        """End a host that has no call."""
         if host.pid:
             self.commands.disown(host)
         else:
@@ -323,7 +318,6 @@ class Interpreter(Reaper):
             self.lost(host)
 
     def lost(self, host: Host) -> None:
-        """Handle the end of a host."""
         self.hosts.discard(host)
         host.spare = 0
         if host in self._ready:
@@ -348,12 +342,12 @@ class Interpreter(Reaper):
 class Interpreters:
     """The warm interpreters of a sandbox, by the path of their Python."""
 
-    def __init__(self, commands: Commands, script: str):
+    def __init__(self, commands: Commands, script: str, imports: Callable[[str], list[str]]):
+        """`imports` returns the modules that the interpreter at a path imports in advance."""
         self._commands = commands
         self._script = script
+        self._imports = imports
         self._by_python: dict[str, Interpreter] = {}
-        self.imports: Callable[[str], list[str]] = imports_of
-        """Returns the modules that an interpreter imports in advance."""
 
     async def host(self, python: str, env: dict[str, str]) -> Host:
         """Return a host of this Python, starting the interpreter if necessary."""
@@ -393,7 +387,7 @@ class Interpreters:
             python,
             self._script,
             env,
-            self.imports(python),
+            self._imports(python),
             lambda: self._forget(python, interpreter),
         )
         self._by_python[python] = interpreter
@@ -411,7 +405,7 @@ class Interpreters:
 
 
 def _no_room(code: int) -> LimitExceeded:
-    why = f"no process more can be started in this sandbox: {os.strerror(code)}"
+    why = f"this sandbox cannot start another process: {os.strerror(code)}"
     return LimitExceeded(why, hint="wait for something to end, or end it")
 
 

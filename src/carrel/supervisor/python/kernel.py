@@ -65,7 +65,6 @@ class Kernel:
         choose_backend()
 
     def serve(self, control: socket.socket) -> int:
-        """See `serve` of the module."""
         while True:
             signal.signal(signal.SIGINT, self.on_interrupt)
             message, fds, _flags, _address = socket.recv_fds(control, 1 << 17, 1)
@@ -135,7 +134,6 @@ class Kernel:
                 self.show(value, "result")
 
     def evaluate(self, code: types.CodeType) -> Any:
-        """Evaluate code, which may `await`."""
         value = eval(code, self.namespace)  # noqa: S307 - this is what it is for
         if not code.co_flags & inspect.CO_COROUTINE:
             return value
@@ -230,7 +228,6 @@ def reopen(kept: dict[int, int]) -> None:
 
 
 def is_open(descriptor: int) -> bool:
-    """Whether a descriptor is open."""
     try:
         os.fstat(descriptor)
     except OSError:
