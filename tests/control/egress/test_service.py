@@ -156,7 +156,7 @@ async def test_a_sandbox_cannot_fill_the_inbox(away: ControlPlane) -> None:
         for each in page:
             await away.decisions.decide(each.id, ApprovalDecision(approve=False), PERSON)
         result = await running
-        assert result.stdout.count('"reason": "a person was asked about too many hosts') == 20
+        assert result.stdout.count('"reason": "this sandbox has asked a person about too many hosts') == 20
     finally:
         running.cancel()
 
@@ -165,7 +165,7 @@ async def test_who_names_ever_more_hosts_is_not_asked_for_any_more(away: Control
     await start(away, "c")
     script = f"for n in $(seq {MOST_HOSTS + 5}); do curl -s http://h$n.example/; done"
     result = await away.operations.run_command("c", CommandRequest(command=script, timeout=90))
-    assert result.stdout.count('"reason": "a person was asked about too many hosts') == 5
+    assert result.stdout.count('"reason": "this sandbox has asked a person about too many hosts') == 5
 
 
 def _pending(plane: ControlPlane, count: int = 1):  # type: ignore[no-untyped-def]

@@ -89,7 +89,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(KEYS), now=st.integers(1, 1 << 31))
     def asked(self, name, now):
-        self.cache.asked(name, float(now))
+        self.cache.confirm_page(name, float(now))
         if name in self.pages:
             self.pages[name] = (self.pages[name][0], float(now))
 

@@ -4,7 +4,7 @@ import pytest
 from tests.support.indexes import IndexServer, serving, wheel
 
 from carrel.egress.index.cache import PackageCache
-from carrel.egress.index.catalogue import FRESH_S, RETRY_S, Catalogue, page_url, scope, shown
+from carrel.egress.index.catalogue import FRESH_S, RETRY_S, Catalogue, describe, page_url, scope
 from carrel.egress.index.client import IndexClient, Unreachable
 from carrel.egress.index.pages import BadPage
 from carrel.egress.plan import Index
@@ -197,5 +197,5 @@ def test_where_a_project_lies():
     assert page_url(Index("a", "http://u:p@h/simple"), "demo") == "http://u:p@h/simple/demo/"
     assert page_url(Index("a", "http://h/"), "demo") == "http://h/demo/"
     assert page_url(Index("a", "http://h/simple/?k=1#x"), "demo") == "http://h/simple/demo/?k=1"
-    assert shown(Index("a", "http://u:p@h/simple")) == "a (http://h/simple)"
+    assert describe(Index("a", "http://u:p@h/simple")) == "a (http://h/simple)"
     assert scope(Index("a", "http://h"), "page") != scope(Index("a", "http://h"), "file")

@@ -104,7 +104,7 @@ async def test_redirects_end(upstream, server):
     index = server.index()
     assert (await ask(upstream, index, f"{server.web.url}/5"))[0] == 404
     for path in ("/4", "/ftp", "/file", "/port"):
-        with pytest.raises(Unreachable, match="it led on"):
+        with pytest.raises(Unreachable, match="it redirected"):
             await ask(upstream, index, server.web.url + path)
     with pytest.raises(Unreachable):
         await ask(upstream, index, server.web.url + "/bad")

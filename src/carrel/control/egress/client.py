@@ -1,4 +1,4 @@
-"""The control plane's end of the egress process: starts it, finds it again after a restart, talks to it."""
+"""The client of the egress process: starts it, finds it again after a restart of the server, and exchanges messages."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _PASSED_ON = [
     "PIP_CONFIG_FILE", "HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
     "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
 ]  # fmt: skip
-"""The variables that Python needs, and those that say how this host itself gets packages."""
+"""The environment variables that Python needs, and those that configure how this host gets packages."""
 
 
 class EgressClient:
-    """One egress process, started on first use and again whenever it has died. For one event loop.
+    """The egress process, started on first use and again whenever it has died. For one event loop.
 
-    `on_message` is given what the process says by itself; `on_down` is called when it is gone.
+    `on_message` is called with the messages that are not answers; `on_down` is called when the process is gone.
     """
 
     def __init__(
@@ -58,33 +58,33 @@ class EgressClient:
 
     @property
     def pid(self) -> int:
-        """The process; 0 when there is none."""
+        """The pid of the process; 0 when there is none."""
         return self._pid if self.up else 0
 
     @property
     def up(self) -> bool:
-        """Whether a process is there to talk to."""
+        """Whether the process can be reached."""
         return self._channel is not None and not self._channel.closed
 
     def left_behind(self) -> bool:
-        """Whether a server before this one may have left a process."""
+        """Whether an earlier server may have left a process running."""
         return os.path.lexists(self._path)
 
     async def connect(self) -> list[str]:
-        """Reach the process, or start one; the sandboxes it knows already."""
+        """Connect to the process, or start one; return the sandboxes that it serves already."""
         async with self._lock:
             if self.up:
                 return []
             description = await self._known()
             if description is None:
-                # Who gives up waits for it: else another could be started beside it, and nobody would end it.
+                # A cancelled caller waits for the start too: otherwise a second process could be started beside it.
                 self._open(await run_to_end(self._spawn, socket.socket.close))
                 description = await self.request("describe")
             self._pid = int(description["pid"])
             return [str(each) for each in description["sandboxes"]]
 
     async def request(self, op: str, fds: Sequence[int] = (), **body: object) -> Message:
-        """Ask, and wait for the answer. Raises `PlatformError`."""
+        """Send a request and wait for the answer. Raises `PlatformError`."""
         number = next(self._numbers)
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -103,13 +103,13 @@ class EgressClient:
         return answer
 
     def send(self, op: str, fds: Sequence[int] = (), **body: object) -> None:
-        """Say something without waiting for an answer. Raises `ChannelClosed`."""
+        """Send a message without an answer. Raises `ChannelClosed`."""
         if self._channel is None:
             raise ChannelClosed
         self._channel.send({"op": op, **body}, fds)
 
     async def close(self) -> None:
-        """End the process, whoever started it."""
+        """End the process, also one that an earlier server started."""
         async with self._lock:
             if self.up or await self._known() is not None:
                 with suppress(ChannelClosed):
@@ -120,15 +120,15 @@ class EgressClient:
             for path in (self._path, self._log):
                 with suppress(FileNotFoundError):
                     os.unlink(path)
-            with suppress(OSError):  # what could not be written down stays in it for the next
+            with suppress(OSError):  # the journal stays if it holds unwritten accesses
                 os.rmdir(self._state)
         if self._channel is not None:
             self._channel.close()
 
-    # inner
-
     async def _known(self) -> Message | None:
-        """What a process of a server before this one says of itself; None when there is none of use."""
+        """Connect to a process that an earlier server started and return its description; None when there is none to
+        use.
+        """
         try:
             connection = connect(self._path)
         except OSError:
@@ -185,7 +185,7 @@ class EgressClient:
         self._reap()
 
     def _reap(self, patience_s: float = _END_S) -> None:
-        """See what was started here to its end, with the keeper that it has: nobody talks to it any more."""
+        """Wait for the process that this server started, and its keeper; kill them when they take too long."""
         if self._process is None:
             return
         try:

@@ -1,7 +1,7 @@
-"""What the egress process is told of a sandbox: its policy, and the values that only the proxy may have.
+"""Builds the plans of sandboxes for the egress process: the policy, and the values that only the proxy may have.
 
-The certificate authority of an inspected sandbox is made when it is first needed and kept in a file of the server's run
-directory for as long as the sandbox lives, so that a restarted server does not change what the sandbox trusts.
+The certificate authority of an inspected sandbox is made when it is first needed. It is stored in the server's run
+directory as long as the sandbox exists, so that a restarted server does not change what the sandbox trusts.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from carrel.primitives.atomic import write_file
 from carrel.store import SessionRecord
 
 CA_FILE = "carrel-ca.pem"
-"""The name, among a sandbox's secrets, of what it trusts when its TLS is inspected."""
+"""The name, among a sandbox's secrets, of the file of roots that it trusts when its TLS is inspected."""
 
 PolicyOf = Callable[[SessionRecord], Awaitable[Policy]]
 Values = Callable[[SessionRecord], Awaitable[Mapping[str, bytes]]]
-"""The secrets of a session by name."""
+"""Returns the secrets of a session by name."""
 
 
 class UpstreamSetting(BaseModel):
-    """One proxy of the operator's file."""
+    """One proxy in the operator's file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -45,7 +45,7 @@ class UpstreamSetting(BaseModel):
 
 
 def read_upstreams(path: str | None) -> tuple[Upstream, ...]:
-    """The proxies of a file; `InvalidRequest` when it cannot be read. Blocking."""
+    """Read the proxies of a file. Raises `InvalidRequest` when it is not valid. Blocking."""
     if path is None:
         return ()
     try:
@@ -65,32 +65,32 @@ def read_upstreams(path: str | None) -> tuple[Upstream, ...]:
         raise InvalidRequest(f"{path} has a name twice", field="egress.upstreams_file")
     upstreams = tuple(Upstream(each.name, each.url, each.remote_names) for each in found)
     for upstream in upstreams:
-        read_proxy_address(upstream)  # else it would be found out by the first sandbox
+        read_proxy_address(upstream)  # fail now, not when the first sandbox starts
     return upstreams
 
 
 def web_access(policy: Policy) -> list[WebAccess]:
-    """What the layers of a policy say of the web, the highest first."""
+    """Return the web access rules of a policy's layers, the highest first."""
     return [sources.web_access for _, sources in policy.sources if sources.web_access is not None]
 
 
 def credentials(policy: Policy) -> list[Credential]:
-    """The credentials that the proxy puts into requests."""
+    """Return the credentials that the proxy injects into requests."""
     return [each for web in web_access(policy) for each in web.credentials]
 
 
 def withheld(policy: Policy) -> frozenset[str]:
-    """The names of secrets that a sandbox gets placeholders for: only the proxy has their values."""
+    """Return the names of the secrets of which a sandbox gets only placeholders."""
     return frozenset(each.secret for each in credentials(policy))
 
 
 def inspects(policy: Policy) -> bool:
-    """Whether the TLS of some host is opened, so that sandboxes must trust the proxy's certificates."""
+    """Whether the TLS of any host is inspected, so that sandboxes must trust the proxy's certificates."""
     return any(web.inspected_domains or web.credentials for web in web_access(policy))
 
 
 class Plans:
-    """Makes plans."""
+    """Builds plans."""
 
     def __init__(self, run_dir: str, upstreams: Sequence[Upstream], policy_of: PolicyOf, values: Values):
         self._run_dir = run_dir
@@ -101,16 +101,16 @@ class Plans:
         self._registries: tuple[HostRegistry, ...] = ()
 
     async def of(self, record: SessionRecord) -> Plan:
-        """The plan of a sandbox, by the policy its context has now."""
+        """Build the plan of a sandbox from its context's current policy."""
         return await self.make(record, *await self.read(record))
 
     async def read(self, record: SessionRecord) -> tuple[Policy, Mapping[str, bytes]]:
-        """The policy that a sandbox's context has now, and the values it needs."""
+        """Read the current policy of a sandbox's context, and the values that it needs."""
         policy = await self._policy_of(record)
         return policy, await self._values(record) if credentials(policy) else {}
 
     async def make(self, record: SessionRecord, policy: Policy, values: Mapping[str, bytes]) -> Plan:
-        """The plan of a sandbox by a policy. Raises `CarrelError` and `OSError` when it cannot be carried out here."""
+        """Build a plan from a policy. Raises `CarrelError` and `OSError` when the policy cannot be carried out here."""
         if self._indexes is None:
             self._registries = await asyncio.to_thread(host_registries)
             self._indexes = tuple(await asyncio.to_thread(host_index))
@@ -135,8 +135,8 @@ class Plans:
         )
 
     async def shown(self, record: SessionRecord, values: Mapping[str, bytes]) -> dict[str, bytes]:
-        """The secrets of a sandbox as it gets them: placeholders where only the proxy may have the value, and what it
-        must trust when its TLS is inspected.
+        """Return the secrets for the sandbox: placeholders if only the proxy may have the value, and the roots to trust
+        if TLS is inspected.
         """
         policy = await self._policy_of(record)
         hidden = withheld(policy)
@@ -147,7 +147,7 @@ class Plans:
         return files
 
     def forget(self, sandbox: str) -> None:
-        """The sandbox is gone."""
+        """Remove the authority of a sandbox that has ended."""
         with suppress(FileNotFoundError):
             os.unlink(self._path(sandbox))
 
@@ -166,7 +166,7 @@ class Plans:
         return made
 
     def _chosen(self, policy: Policy) -> tuple[Upstream, ...]:
-        """The proxies a policy names: those that every layer that names any has, in the order of the highest."""
+        """Return the proxies that a policy names: those in the lists of all layers, in the order of the highest."""
         named = [web.upstreams for web in web_access(policy) if web.upstreams is not None]
         if not named:
             return self._upstreams
@@ -183,7 +183,7 @@ class Plans:
 
 
 def shut(plan: Plan, error: Exception) -> Plan:
-    """The plan of a sandbox that may not go out at all, because its policy cannot be carried out. Says why."""
+    """Return a plan that allows nothing, because the policy cannot be carried out. Refusals name the reason."""
     why = error.detail if isinstance(error, CarrelError) else type(error).__name__
     nothing = Sources.model_validate(
         {"web_access": {"enabled": False}, "package_managers": {"pip": {"enabled": False}}}

@@ -1,8 +1,8 @@
-"""The outbound network of sandboxes: gives the egress process each sandbox's plan and listening socket, answers its
-questions through admission, and hands its log to the audit log.
+"""The outbound network of sandboxes: gives the egress process the plan and listening socket of each sandbox, answers
+its questions through admission, and writes its access log to the audit log.
 
-Keeps a copy of every listening socket, so that a proxy that died is replaced and sandboxes notice only a pause. Nothing
-goes around the proxy: a sandbox has no other connection to the outside, whether the proxy runs or not.
+Keeps a copy of every listening socket, so that a proxy that died is replaced and sandboxes notice only a pause. A
+sandbox has no other network, whether the proxy runs or not.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from carrel.primitives.channel import ChannelClosed, Message
 log = logging.getLogger("carrel.egress")
 
 MOST_ASKED = 20
-"""Hosts of one sandbox that may wait for a person at once. More questions are denied."""
+"""How many hosts of one sandbox may wait for a person at once. More questions are denied."""
 MOST_HOSTS = 100
-"""Hosts of one sandbox that a person may be asked about within an hour."""
+"""How many hosts of one sandbox a person may be asked about in an hour."""
 REFRESH_S = 5.0
-"""How often plans are compared with policies that another server may have changed."""
+"""How often plans are compared with policies, which another server may have changed."""
 _HOUR_S = 3600.0
 _MOST_KNOWN = 20_000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
@@ -53,12 +53,12 @@ class _Attached:
     listener: int
     plan: Plan
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held from reading a policy until the proxy follows it, so that an older policy never replaces a newer one."""
+    """Held while a policy is read and sent, so that an older policy never replaces a newer one."""
     asking: int = 0
     asked: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def may_ask(self, host: str, port: int, now: float) -> bool:
-        """Whether the sandbox may ask one more question."""
+        """Count a question; return False when the sandbox may not ask it."""
         self.asked = {key: at for key, at in self.asked.items() if at > now - _HOUR_S}
         if self.asking >= MOST_ASKED or (len(self.asked) >= MOST_HOSTS and (host, port) not in self.asked):
             return False
@@ -86,7 +86,7 @@ class Egress(Attachment):
         self._ask_wait_s = ask_wait_s
         self._boxes: dict[str, _Attached] = {}
         self._contexts: Cache[str, str | None] = Cache(_MOST_KNOWN)
-        self._client = EgressClient(run_dir, arguments, on_message=self._receive, on_down=self._down)
+        self._client = EgressClient(run_dir, arguments, on_message=self._receive, on_down=self._process_ended)
         self._log = AccessLogWriter(audit, metrics, redact, self._acknowledge)
         self._tasks: set[asyncio.Task[None]] = set()
         self._restoring: asyncio.Task[None] | None = None
@@ -95,57 +95,57 @@ class Egress(Attachment):
 
     @property
     def pid(self) -> int:
-        """The egress process; 0 when there is none now."""
+        """The pid of the egress process; 0 when there is none now."""
         return self._client.pid
 
     async def open(self, boxes: list[LiveSandbox], *, warm: bool) -> None:
-        """Take over the sandboxes that run already. With `warm` the process is started now, so that the first sandbox
-        need not wait for it.
+        """Attach the sandboxes that run already. `warm`: start the process now, so that the first sandbox need not
+        wait.
         """
         self._log.start()
         wanting = [box for box in boxes if box.record.network.proxied]
         for box in wanting:
-            self._know(box)
+            self._remember_context(box)
         if wanting or self._client.left_behind():
             known = await self._client.connect()
             for box in wanting:
                 try:
                     await self.attach(box)
                 except CarrelError as error:
-                    log.warning("sandbox %s has no way out: %s", box.record.id, error)
+                    log.warning("sandbox %s has no outbound network: %s", box.record.id, error)
             for name in known:
                 if name not in self._boxes:
-                    with suppress(ChannelClosed):  # it is gone, and so is what it knew
+                    with suppress(ChannelClosed):  # the process is gone, with all its sandboxes
                         self._client.send("detach", sandbox=name)
         elif warm:
-            self._start(self._warm())
+            self._start(self._start_process())
         self._upkeep = asyncio.get_running_loop().create_task(self._refresh_all())
 
     async def attach(self, box: LiveSandbox) -> None:
-        """Connect a new sandbox to the proxy, if its network goes through it."""
+        """Attach a new sandbox, if its network goes through the proxy."""
         if not box.record.network.proxied:
             return
-        self._know(box)
+        self._remember_context(box)
         plan = await self._plans.of(box.record)
         listener = await box.provider.way_out(box.handle)
         if listener is None:
-            raise PlatformError("the sandbox has no way out", hint="its provider lost it; restart the sandbox")
+            raise PlatformError("the sandbox has no outbound network", hint="its provider lost it; restart the sandbox")
         attached = _Attached(box, listener, plan)
         try:
             await self._client.connect()
             await self._attach(attached)
         except BaseException:
             os.close(listener)
-            with suppress(ChannelClosed):  # it may have been told, and not have answered
+            with suppress(ChannelClosed):  # it may have attached the sandbox without answering
                 self._client.send("detach", sandbox=box.record.id)
             raise
         self._boxes[box.record.id] = attached
         if not self._client.up:
-            self._replace()  # it died when this sandbox was not yet among those that need another
+            self._replace()  # it died before this sandbox was in the list
 
     def detach(self, box: LiveSandbox) -> None:
-        """A sandbox has ended, or is about to."""
-        self._plans.forget(box.record.id)  # one without a way out has certificates too
+        """Detach a sandbox that ends."""
+        self._plans.forget(box.record.id)  # also without a proxied network
         attached = self._boxes.pop(box.record.id, None)
         if attached is None:
             return
@@ -154,7 +154,7 @@ class Egress(Attachment):
             self._client.send("detach", sandbox=box.record.id)
 
     async def refresh(self, box: LiveSandbox) -> None:
-        """Give a running sandbox the policy that its context has now."""
+        """Send the current policy of a sandbox's context to the proxy."""
         attached = self._boxes.get(box.record.id)
         if attached is None:
             return
@@ -162,37 +162,37 @@ class Egress(Attachment):
             async with attached.changing:
                 await self._renew(attached)
         except CarrelError as error:
-            log.warning("the way out of sandbox %s keeps the policy it has: %s", box.record.id, error)
+            log.warning("the network of sandbox %s keeps its old policy: %s", box.record.id, error)
         except Exception:
-            log.exception("the way out of sandbox %s keeps the policy it has", box.record.id)
+            log.exception("the network of sandbox %s keeps its old policy", box.record.id)
 
     async def _renew(self, attached: _Attached) -> None:
-        """Make the proxy follow the policy that the context has now. A policy that cannot be carried out closes the
-        network of the sandbox: what it denies must not go on because another part of it is wrong.
+        """Send the current policy to the proxy. A policy that cannot be carried out closes the network of the sandbox:
+        what it denies must not stay open because another part of it is wrong.
         """
         record = attached.box.record
         read = await self._plans.read(record)
         try:
             plan = await self._plans.make(record, *read)
         except (CarrelError, OSError) as error:
-            log.warning("the way out of sandbox %s is shut: %s", record.id, error)
+            log.warning("the network of sandbox %s is closed: %s", record.id, error)
             plan = shut(attached.plan, error)
         if plan == attached.plan or self._boxes.get(record.id) is not attached:
             return
         before, attached.plan = attached.plan, plan
         if not self._client.up:
-            return  # the next process is told
+            return  # the next process will get it
         try:
             await self._send_plan("change", attached)
         except PlatformError as error:
             if not self._client.pid:
-                return  # it died meanwhile, and the next one is told
-            log.warning("the way out of sandbox %s is shut: %s", record.id, error)
+                return  # it died meanwhile; the next process will get it
+            log.warning("the network of sandbox %s is closed: %s", record.id, error)
             attached.plan = shut(before, error)
             await self._send_plan("change", attached)
 
     async def close(self) -> None:
-        """End the process; every sandbox is gone by now."""
+        """End the process, after all sandboxes have ended."""
         self._closing = True
         tasks = [task for task in (self._upkeep, self._restoring, *self._tasks) if task is not None]
         for task in tasks:
@@ -208,7 +208,7 @@ class Egress(Attachment):
 
     # the process
 
-    async def _warm(self) -> None:
+    async def _start_process(self) -> None:
         try:
             await self._client.connect()
         except (CarrelError, OSError) as error:
@@ -224,7 +224,7 @@ class Egress(Attachment):
         finally:
             os.close(plan)
 
-    def _down(self) -> None:
+    def _process_ended(self) -> None:
         self._log.lost()
         self._replace()
 
@@ -251,14 +251,14 @@ class Egress(Attachment):
                 return
 
     async def _attach_again(self, attached: _Attached) -> bool:
-        """Whether a sandbox is attached to the new process. A failure keeps no other sandbox from being attached."""
+        """Attach a sandbox to the new process; return whether it succeeded. A failure affects no other sandbox."""
         sandbox = attached.box.record.id
         if self._boxes.get(sandbox) is not attached:
-            return True  # it has ended meanwhile, and the number of its listener may be that of another by now
+            return True  # it has ended, and its descriptor number may be in use again
         try:
             await self._attach(attached)
         except CarrelError as error:
-            log.warning("sandbox %s has no way out: %s", sandbox, error)
+            log.warning("sandbox %s has no outbound network: %s", sandbox, error)
             return False
         return True
 
@@ -274,24 +274,24 @@ class Egress(Attachment):
         if message.get("op") == "log":
             self._log.take(int(message["upto"]), message["items"], self._contexts.get)
         elif message.get("op") == "ask":
-            self._start(self._asked(message))
+            self._start(self._answer_question(message))
 
-    def _know(self, box: LiveSandbox) -> None:
-        """Remember the context of a sandbox: its log may come after it has ended."""
+    def _remember_context(self, box: LiveSandbox) -> None:
+        """Remember the context of a sandbox: its accesses may arrive after it has ended."""
         self._contexts.put(box.record.id, box.record.context_id or box.record.acts_for or None)
 
     def _acknowledge(self, upto: int) -> None:
         with suppress(ChannelClosed):
             self._client.send("ack", upto=upto)
 
-    async def _asked(self, message: Message) -> None:
+    async def _answer_question(self, message: Message) -> None:
         """Answer a question of the proxy with the verdict of admission."""
         attached = self._boxes.get(str(message["sandbox"]))
         host, port = str(message["host"]), int(message["port"])
         if attached is None:
             verdict = Verdict("deny", "the sandbox is gone")
         elif not attached.may_ask(host, port, time.monotonic()):
-            reason = "a person was asked about too many hosts of this sandbox already"
+            reason = "this sandbox has asked a person about too many hosts already"
             verdict = Verdict("deny", reason, hint="wait until those are decided")
         else:
             asks = Verdict("ask", str(message.get("reason") or f"no rule allows or denies {host}"))
@@ -304,7 +304,7 @@ class Egress(Attachment):
             self._client.send("answer", ask=message["ask"], verdict=asdict(verdict))
 
     async def _admit(self, box: LiveSandbox, host: str, port: int, asks: Verdict) -> Verdict:
-        """Pass an outbound connection through admission, as every other operation. The proxy's log records it."""
+        """Pass an outbound connection through admission like every operation. The access log records it."""
         record = box.record
         actor, arguments = f"sandbox:{record.id}", {"host": host, "port": port}
         # Programs in a sandbox have no token: they cannot decide approvals.

@@ -1,1 +1,1 @@
-"""Relays HTTP requests and looks into them where a rule asks for it."""
+"""Relays HTTP requests, and inspects them if the policy says so."""

@@ -1,4 +1,4 @@
-"""What a sandbox is told: refusals in HTTP, in TLS and in SOCKS, and the page that says what this port is."""
+"""The proxy's own answers: refusals in HTTP, TLS and SOCKS, and the page that explains this port."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ACCESS_DENIED, _UNRECOGNIZED_NAME = 49, 112
 _SOCKS_FAILED, _SOCKS_DENIED, _SOCKS_UNREACHABLE = 1, 2, 4
 
 _PAGE = """\
-This is the way out of a carrel sandbox: an HTTP and SOCKS5 proxy, and a package index for pip and uv.
+This is the outbound proxy of a carrel sandbox: HTTP and SOCKS5, and a package index for pip and uv.
 
 Set it as the proxy of a program (HTTP_PROXY, HTTPS_PROXY; they are set already), and ask for the address you want.
 Every connection is decided by this agent's policy. There is nothing else at this address.
@@ -25,12 +25,12 @@ Every connection is decided by this agent's policy. There is nothing else at thi
 
 
 def failed() -> Refused:
-    """What is said when carrel itself failed."""
+    """Return the refusal for an error in carrel itself."""
     return Refused("the proxy failed", code="platform_error", status=500, hint="try again in a moment", retry=True)
 
 
 def refusal(refused: Refused, *, body: bool = True) -> bytes:
-    """A refusal as a whole HTTP answer, after which the connection ends. `body` False: the answer to a HEAD."""
+    """Return a refusal as a complete HTTP response, which ends the connection. `body` False: for a HEAD request."""
     content = body_of(refused)
     headers = [_length(content), (b"Content-Type", PROBLEM)]
     if refused.retry:
@@ -40,22 +40,22 @@ def refusal(refused: Refused, *, body: bool = True) -> bytes:
 
 
 def body_of(refused: Refused) -> bytes:
-    """A refusal as a body: the object that every part of carrel shows, with the names of RFC 9457 that
-    uv shows to its users.
+    """Return a refusal as a response body: carrel's usual object, with the names of RFC 9457 that uv shows to its
+    users.
     """
-    told = {"title": _standard(refused.status), "status": refused.status, "detail": words_of(refused)}
-    return (json.dumps({**refused.shown(), **told}) + "\n").encode()
+    problem = {"title": _status_phrase(refused.status), "status": refused.status, "detail": sentence_of(refused)}
+    return (json.dumps({**refused.shown(), **problem}) + "\n").encode()
 
 
-def words_of(refused: Refused) -> str:
-    """A refusal as one sentence, with what to do about it."""
+def sentence_of(refused: Refused) -> str:
+    """Return a refusal as one sentence with its hint."""
     hint = refused.verdict.hint
     return refused.reason if hint is None else f"{refused.reason}: {hint}"
 
 
 def page(refusals: Iterable[str] = (), *, body: bool = True) -> bytes:
-    """The answer to a request that is for nobody else, after which the connection ends. Shows the last refusals: some
-    tools do not show what they were told.
+    """Return the response for the root of this port, which ends the connection. It lists the last refusals, because
+    some tools do not show them.
     """
     lines = [f"- {_plain(each)}\n" for each in refusals]
     content = "".join((_PAGE, "\nThe last refusals:\n" if lines else "", *lines)).encode()
@@ -64,13 +64,13 @@ def page(refusals: Iterable[str] = (), *, body: bool = True) -> bytes:
 
 
 def alert(refused: Refused) -> bytes:
-    """A refusal as the fatal TLS alert that says it best."""
+    """Return the TLS alert that matches a refusal best."""
     about_name = refused.status == HTTPStatus.MISDIRECTED_REQUEST
     return bytes((21, 3, 3, 0, 2, 2, _UNRECOGNIZED_NAME if about_name else _ACCESS_DENIED))
 
 
 def socks_code(refused: Refused) -> int:
-    """A refusal as the number that SOCKS has for it."""
+    """Return the SOCKS reply code of a refusal."""
     if refused.status in (502, 504):
         return _SOCKS_UNREACHABLE
     return _SOCKS_DENIED if refused.status in (403, 429) else _SOCKS_FAILED
@@ -81,10 +81,10 @@ def _length(content: bytes) -> Header:
 
 
 def _phrase(refused: Refused) -> bytes:
-    return f"{_standard(refused.status)} ({_plain(words_of(refused))})".encode()
+    return f"{_status_phrase(refused.status)} ({_plain(sentence_of(refused))})".encode()
 
 
-def _standard(status: int) -> str:
+def _status_phrase(status: int) -> str:
     try:
         return HTTPStatus(status).phrase
     except ValueError:
@@ -92,7 +92,7 @@ def _standard(status: int) -> str:
 
 
 def _proxy_status(refused: Refused) -> bytes:
-    """As of RFC 9209."""
+    """Return the `Proxy-Status` header (RFC 9209)."""
     errors = {403: "http_request_denied", 429: "http_request_denied", 502: "destination_unavailable"}
     errors |= {504: "connection_timeout", 500: "proxy_internal_error", 503: "proxy_internal_error"}
     error = errors.get(refused.status, "http_request_error")
@@ -101,5 +101,5 @@ def _proxy_status(refused: Refused) -> bytes:
 
 
 def _plain(text: str) -> str:
-    """Text that can stand in one line of a head: a policy may say anything."""
+    """Return text that is safe in one line of a head: a policy may contain anything."""
     return "".join(each if " " <= each <= "~" else "?" for each in text[:_MOST_REASON])

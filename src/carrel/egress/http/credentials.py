@@ -1,7 +1,7 @@
-"""Credentials that stay outside: put into requests on the way out, taken out of what comes back.
+"""Credentials that stay outside the sandbox: injected into requests, and redacted from responses.
 
-The sandbox holds a placeholder. What is put in is in no error, no log and no access; errors name a credential by the
-name of its secret. Knows no sockets.
+The sandbox holds a placeholder. No error, log or access record contains a value; errors name a credential by the name
+of its secret. Knows no sockets.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from carrel.errors import InvalidRequest
 from carrel.redaction.redact import Redactor
 
 _FIELD = re.compile(r"[\x21-\x7e\x80-\uffff](?:[\x20-\x7e\x80-\uffff]*[\x21-\x7e\x80-\uffff])?")
-# Written so that two programs may read two paths: escapes of dots, slashes, semicolons, percent signs and controls,
-# escapes that are none, empty segments, parameters, backslashes, steps up.
+# Paths that two programs may read differently: escaped dots, slashes, semicolons, percent signs and control characters,
+# invalid escapes, empty segments, parameters, backslashes, `.` and `..`.
 _ODD = re.compile(r"%(?![0-9A-Fa-f]{2})|%(?:2[EeFf5]|5[Cc]|3[Bb]|[01][0-9A-Fa-f]|7[Ff])|//|;|\\|/\.{1,2}(?:/|$)")
-# A part of a response is a part of a secret, and what is encoded cannot be looked into.
+# A partial response may hold a part of a secret, and an encoded one cannot be searched.
 _PARTIAL = frozenset((b"accept-encoding", b"range", b"if-range", b"sec-websocket-extensions"))
-# Servers that heed these do something else than the method, the path and the host say.
+# With these, some servers ignore the method, the path or the host of the request.
 _OVERRIDES = frozenset(
     b"x-http-method-override x-http-method x-method-override x-original-url x-rewrite-url x-forwarded-host "
     b"x-forwarded-prefix x-forwarded-uri x-host forwarded".split()
@@ -30,34 +30,36 @@ _OVERRIDES = frozenset(
 
 
 def placeholder(name: str) -> str:
-    """What the sandbox gets in place of the value."""
+    """Return the text that the sandbox gets in place of the value."""
     return f"carrel-placeholder-{name}"
 
 
 class Credentials:
-    """Those of one sandbox."""
+    """The credentials of one sandbox."""
 
     def __init__(self, injected: Sequence[Injected], former: Sequence[Injected] = ()):
-        """`former` are put in no more, and kept from coming back all the same."""
+        """`former` are no longer injected, but still redacted."""
         self._injected = tuple(injected)
-        self.known = tuple(each for each in dict.fromkeys((*former, *injected)) if _can_be_kept(each))
-        """Everything that is kept from coming back."""
+        self.known = tuple(each for each in dict.fromkeys((*former, *injected)) if _is_redactable(each))
+        """All credentials that are redacted."""
         self.redactor = Redactor(_named(self.known), shapes=False, written=placeholder)
-        """Takes all of it out of bytes, and puts placeholders there."""
+        """Replaces all values by placeholders."""
         self._lower = [each.secret.lower().encode() for each in self.known]
         unfit = [each.name for each in injected if each not in self.known or not _FIELD.fullmatch(each.value)]
         self._fault = f"the credential '{unfit[0]}' is too short, or cannot be written in a header" if unfit else None
 
     def concern(self, host: str) -> bool:
-        """Whether the host is given a credential in some requests. Then it may send it back in any of its responses."""
+        """Whether the host gets a credential in some requests. Then any of its responses may hold it."""
         return any(each.host == host for each in self.known)
 
     def cover(self, others: Credentials, host: str) -> bool:
-        """Whether everything is kept from coming back that others keep from coming back from a host."""
+        """Whether these redact everything that `others` redact in responses of a host."""
         return all(each in self.known for each in others.known if each.host == host)
 
     def choose(self, host: str, method: str, target: str) -> tuple[Injected, ...]:
-        """Those for a request, given in origin form. Raises `Refused` where it is not clear whether there is one."""
+        """Return the credentials for a request in origin form. Raises `Refused` if it is not clear whether there is
+        one.
+        """
         known = [each for each in self._injected if each.host == host]
         if known and self._fault is not None:
             raise Refused(
@@ -69,19 +71,19 @@ class Credentials:
         return tuple(each for each in known if _methods_match(each, method) and _paths_match(each, target))
 
     def request_headers(self, headers: Iterable[Header], chosen: Sequence[Injected]) -> list[Header]:
-        """The headers of a request to a host that credentials concern: those of the sandbox without what would keep
-        the response from being looked at, and with what was chosen in place of what it sent itself.
+        """Return the request headers for a host that gets credentials: the sandbox's own, without those that would
+        prevent redaction, and with the chosen credentials in place of what the sandbox sent.
         """
         dropped = _PARTIAL | (_OVERRIDES if chosen else frozenset()) | {_comparable(each.header) for each in chosen}
         kept = [header for header in headers if _comparable(header[0].decode("latin-1")) not in dropped]
         put: dict[bytes, Header] = {}
-        for each in chosen:  # the first for a header holds
+        for each in chosen:  # the first one for a header is used
             put.setdefault(_comparable(each.header), (each.header.encode(), each.value.encode()))
         return [*kept, (b"Accept-Encoding", b"identity"), *put.values()]
 
     def response_headers(self, response: Response) -> tuple[bytes, list[Header]]:
-        """The reason and the headers of a response of such a host without secrets. Raises `Refused` for a response
-        whose body cannot be looked into.
+        """Return the reason and headers of a response without secrets. Raises `Refused` for a response whose body
+        cannot be searched.
         """
         if response.words(b"content-encoding") - {b"identity"} or response.status == 206:
             raise Refused(
@@ -99,8 +101,8 @@ class Credentials:
         return clean(response.reason), headers
 
 
-def _can_be_kept(injected: Injected) -> bool:
-    """Whether it can be told from ordinary text, so that it can be taken out of it."""
+def _is_redactable(injected: Injected) -> bool:
+    """Whether the value differs enough from ordinary text to be redacted."""
     try:
         Redactor({injected.name: injected.secret}, shapes=False)
     except InvalidRequest:
@@ -109,7 +111,7 @@ def _can_be_kept(injected: Injected) -> bool:
 
 
 def _named(injected: Iterable[Injected]) -> dict[str, str]:
-    """Every secret once, under its name; under one like it when there are two."""
+    """Return every secret once, by name; two secrets of one name get different names."""
     found: dict[str, str] = {}
     for each in injected:
         name = each.name
@@ -119,7 +121,7 @@ def _named(injected: Iterable[Injected]) -> dict[str, str]:
 
 
 def _comparable(name: str) -> bytes:
-    """Some servers take an underscore for a hyphen."""
+    """Normalise a header name: some servers treat an underscore as a hyphen."""
     return name.lower().replace("_", "-").encode("latin-1")
 
 

@@ -1,7 +1,7 @@
-"""Opens the TLS of a tunnel to a host that the policy has inspected, so that each request inside can be decided.
+"""Opens the TLS of a tunnel to an inspected host, so that each request inside can be decided.
 
-The sandbox speaks with a certificate of its own authority; the host's certificate is verified here. What is said inside
-is `conversation`'s.
+The client sees a certificate of the sandbox's own authority; the certificate of the host is verified here. The relay
+serves the requests inside.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MOST_FORMER = 32
 
 
 class Inspection:
-    """`outbound.Inspect`; one for the whole process."""
+    """An `outbound.Inspect`; one for the whole process."""
 
     def __init__(self, *, roots: str | None = None, idle_s: float = IDLE_S):
-        """`roots`: authorities, as PEM, that hosts may have their certificates from beside those this machine trusts.
-        Raises `InvalidRequest` when they cannot be read.
+        """`roots`: certificate authorities, as PEM, that are trusted beside those of this host. Raises `InvalidRequest`
+        when they cannot be read.
         """
         if roots is not None:
             try:
@@ -48,7 +48,7 @@ class Inspection:
     async def __call__(
         self, client: socket.socket, upstream: socket.socket, target: Target, outbound: Outbound, tunnel: Access
     ) -> None:
-        """Serve a tunnel to its end. Raises `Refused` when it could not even begin, `OSError` and `TimeoutError`."""
+        """Serve a tunnel to its end. Raises `Refused` when TLS cannot begin, `OSError` and `TimeoutError`."""
         try:
             context = self.authority(outbound).context(target.host)
         except Refused as refusal:
@@ -72,7 +72,7 @@ class Inspection:
                 server: TlsStream | Refused
                 try:
                     server = theirs = await begin_tls(upstream, self._outward, target.host, moved)
-                except OSError as error:  # it is told inside the TLS, where the client can read it
+                except OSError as error:  # the relay answers with it inside the TLS, where the client can read it
                     server = _no_tls(target, error)
                 credentials = partial(self.credentials, outbound)
                 await Relay(ours, outbound, Tunnel(target, tunnel, server, credentials)).serve()
@@ -83,7 +83,7 @@ class Inspection:
                     stream.abort()
 
     def authority(self, outbound: Outbound) -> Authority:
-        """The authority of a sandbox. Raises `Refused` when it has none."""
+        """Return the authority of a sandbox. Raises `Refused` when it has none."""
         pem = outbound.plan.authority
         if pem is None:
             raise Refused("the host is to be inspected, and this sandbox was made without a certificate authority")
@@ -93,7 +93,7 @@ class Inspection:
         return known[1]
 
     def credentials(self, outbound: Outbound) -> Credentials:
-        """The credentials of a sandbox. Those that a change of its plan took away may still come back from a host."""
+        """Return the credentials of a sandbox. Those that a new plan removed are still redacted."""
         injected = outbound.plan.injected
         known, credentials = self._credentials.get(outbound, ((), None))
         if credentials is None or known != injected:
@@ -113,9 +113,9 @@ class Inspection:
 
 
 def _not_trusted(target: Target, error: OSError) -> Refused:
-    said = error.reason if isinstance(error, ssl.SSLError) and error.reason else "the connection ended"
+    reason = error.reason if isinstance(error, ssl.SSLError) and error.reason else "the connection ended"
     return Refused(
-        f"the TLS for {target} was not accepted by the client: {said.lower().replace('_', ' ')}",
+        f"the TLS for {target} was not accepted by the client: {reason.lower().replace('_', ' ')}",
         code="tls_failed",
         status=502,
         hint="programs must trust the certificates in the file that SSL_CERT_FILE names",
@@ -124,9 +124,9 @@ def _not_trusted(target: Target, error: OSError) -> Refused:
 
 def _no_tls(target: Target, error: OSError) -> Refused:
     if isinstance(error, ssl.SSLCertVerificationError):
-        said, hint = f"its certificate is not valid: {error.verify_message}", "the operator can add roots to trust"
+        reason, hint = f"its certificate is not valid: {error.verify_message}", "the operator can add roots to trust"
     elif isinstance(error, ssl.SSLError):
-        said, hint = (error.reason or "it does not answer in TLS").lower().replace("_", " "), None
+        reason, hint = (error.reason or "it does not answer in TLS").lower().replace("_", " "), None
     else:
-        said, hint = "the connection ended", None
-    return Refused(f"no TLS with {target}: {said}", code="tls_failed", status=502, hint=hint)
+        reason, hint = "the connection ended", None
+    return Refused(f"no TLS with {target}: {reason}", code="tls_failed", status=502, hint=hint)

@@ -1,7 +1,7 @@
-"""Heads of HTTP/1 messages, and bodies in chunks: read strictly, and written anew from what was read.
+"""Heads of HTTP/1 messages and chunked bodies: read strictly, and written anew.
 
-What passes can be read in one way only. The parser is llhttp by way of httptools, without any leniency: h11 takes bare
-line feeds, folded lines, and a length beside chunks, and is fifteen times slower. Knows no sockets and no policy.
+An accepted message has only one meaning. The parser is llhttp (httptools) without leniency: h11 accepts bare line
+feeds, folded lines, and a length beside chunks, and is fifteen times slower. Knows no sockets and no policy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import httptools
 from carrel.egress.access import Refused
 
 MOST = 64 * 1024
-"""The most bytes of a head."""
+"""The size limit of a head."""
 MOST_HEADERS = 200
 END = b"\r\n\r\n"
 
@@ -24,7 +24,7 @@ METHODS = frozenset(
     {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "CONNECT", "PROPFIND", "PROPPATCH", "MKCOL", "COPY"}
     | {"MOVE", "LOCK", "UNLOCK", "REPORT", "SEARCH"}
 )
-"""Every other method is refused. TRACE would send back what others put into a request."""
+"""All other methods are refused. TRACE would return injected headers."""
 
 Header = tuple[bytes, bytes]
 Headers = tuple[Header, ...]
@@ -36,12 +36,12 @@ _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authorization proxy-authenticate te trailer transfer-encoding "
     b"upgrade host content-length expect".split()
 )
-"""Never passed on: they are about one connection, or are written anew."""
+"""Headers that are never forwarded: they are about one connection, or written anew."""
 
 
 @dataclass(slots=True)
 class Head:
-    """What both kinds of head have."""
+    """The common part of both kinds of head."""
 
     minor: int
     """1 for HTTP/1.1, 0 for HTTP/1.0."""
@@ -49,15 +49,15 @@ class Head:
     fields: Mapping[bytes, Sequence[bytes]]
     """The values of each header by its name in lower case."""
     length: int | None
-    """How long the body is; None when nothing says so."""
+    """The length of the body, if a header gives it."""
     chunked: bool
 
     def all(self, name: bytes) -> Sequence[bytes]:
-        """The values of a header, whose name is given in lower case."""
+        """Return the values of a header, given its name in lower case."""
         return self.fields.get(name, ())
 
     def words(self, name: bytes) -> set[bytes]:
-        """The words of a header that is a list, in lower case."""
+        """Return the words of a list header in lower case."""
         values = self.fields.get(name)
         if values is None:
             return set()
@@ -70,12 +70,12 @@ class Head:
 
     @property
     def websocket(self) -> bool:
-        """Whether it asks for a WebSocket, or grants one."""
+        """Whether the message asks for a WebSocket, or accepts one."""
         asked = self.words(b"upgrade") == {b"websocket"} and b"upgrade" in self.words(b"connection")
         return asked and self.minor == 1
 
     def forwarded(self) -> list[Header]:
-        """The headers that are passed on: none that is about this one connection, or says where the body ends."""
+        """Return the headers to forward: none about this connection or the framing of the body."""
         named = self.words(b"connection")
         dropped = _HOP_BY_HOP | named if named else _HOP_BY_HOP
         return [header for header in self.headers if header[0].lower() not in dropped]
@@ -107,7 +107,7 @@ class Response(Head):
 
 
 class _Found:
-    """What the parser calls."""
+    """The callbacks of the parser."""
 
     def __init__(self) -> None:
         self.headers: list[Header] = []
@@ -120,7 +120,7 @@ class _Found:
 
 
 def end_of(data: bytes) -> int | None:
-    """Where the head that the bytes begin with ends; None when more are needed. Raises `Refused`."""
+    """Return the size of the head at the start of the bytes; None when more are needed. Raises `Refused`."""
     at = data.find(END)
     if at >= 0:
         return at + len(END)
@@ -130,7 +130,7 @@ def end_of(data: bytes) -> int | None:
 
 
 def read_request(data: bytes) -> Request:
-    """The whole head of a request. Raises `Refused`."""
+    """Parse the complete head of a request. Raises `Refused`."""
     line = _REQUEST_LINE.match(data)
     if line is None:
         _bad("the request does not begin with a method, a target and HTTP/1.1")
@@ -151,7 +151,7 @@ def read_request(data: bytes) -> Request:
 
 
 def read_response(data: bytes) -> Response:
-    """The whole head of a response. Raises `Refused` with status 502."""
+    """Parse the complete head of a response. Raises `Refused` with status 502."""
     try:
         line = _STATUS_LINE.match(data)
         if line is None:
@@ -170,7 +170,7 @@ def _parse(
     try:
         kind(found).feed_data(data)
     except httptools.HttpParserUpgrade:
-        pass  # it was read to its end, and what follows is not for the parser
+        pass  # the head was parsed; the rest is not for the parser
     except httptools.HttpParserError as error:
         _bad(f"the {what} is not valid: {_words(error)}")
     if len(found.headers) > MOST_HEADERS:
@@ -183,7 +183,9 @@ def _words(error: Exception) -> str:
 
 
 def _framing(head: _Found, *, minor: int, what: str) -> tuple[int | None, bool]:
-    """Where the body ends. The parser refuses most of what is wrong here; nothing depends on that alone."""
+    """Return the length of the body and whether it is chunked. The parser refuses most errors here; nothing depends on
+    that alone.
+    """
     lengths, codings = head.fields.get(b"content-length"), head.fields.get(b"transfer-encoding")
     if codings:
         if lengths or minor == 0 or [value.lower() for value in codings] != [b"chunked"]:
@@ -201,7 +203,7 @@ def _bad(reason: str) -> NoReturn:
 
 
 def write_request(method: str, target: str, host: str, headers: Iterable[Header], request: Request) -> bytes:
-    """The head of a request as it goes out: in origin form, with a Host of ours, and with the body's end as read."""
+    """Return the head of a request to send: in origin form, with our own Host, and the framing of the body as read."""
     lines = [f"{method} {target} HTTP/1.1\r\nHost: {host}\r\n".encode(), *map(_line, headers)]
     if request.chunked:
         lines.append(b"Transfer-Encoding: chunked\r\n")
@@ -222,13 +224,13 @@ def _line(header: Header) -> bytes:
 
 
 class Chunks:
-    """Takes a body out of its chunks. Extensions and trailers are dropped, within bounds."""
+    """Decodes a chunked body. Extensions and trailers are dropped, and limited."""
 
     _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:[ \t]*;[\t\x20-\x7e\x80-\xff]*)?")
     _TRAILER = re.compile(rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]+:[\t\x20-\x7e\x80-\xff]*")
     _MOST_LINE = 1024
     _MOST_BESIDE = 256 * 1024
-    """The most bytes of extensions in one body."""
+    """The size limit of all extensions and trailers in one body."""
 
     def __init__(self) -> None:
         self._left = 0
@@ -237,8 +239,8 @@ class Chunks:
         self.ended = False
 
     def feed(self, data: bytes) -> tuple[int, bytes]:
-        """How many of the bytes were used, and what they hold. Bytes that are not used must be given again, with
-        more. Raises `Refused`.
+        """Return how many of the bytes were used, and their content. Unused bytes must be given again, with more.
+        Raises `Refused`.
         """
         at = 0
         found: list[bytes] = []
@@ -289,5 +291,5 @@ class Chunks:
 
 
 def chunk(data: bytes) -> bytes:
-    """One chunk. An empty one ends the body."""
+    """Encode one chunk. An empty one ends the body."""
     return b"%x\r\n%s\r\n" % (len(data), data)

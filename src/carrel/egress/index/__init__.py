@@ -1,1 +1,1 @@
-"""The package index that sandboxes see: a front that asks the operator's indexes once and keeps what they gave."""
+"""The package index for sandboxes: fetches from the operator's indexes once, and caches."""

@@ -1,8 +1,8 @@
-"""What indexes gave, kept on disk: files by their content, pages by where they came from, the least used dropped first.
+"""The package cache on disk: files by content, pages by origin. The least recently used are dropped first.
 
-A file is written as a draft and gets its name, which says its SHA-256, once it is whole; each process reads it through
-once before it gives it out. So a kill at any time leaves drafts, which the next start sweeps, and nothing half. Two
-processes may use one directory. Blocking and safe in threads; knows nothing of the network.
+A file is written as a draft and renamed to a name with its SHA-256 once it is complete; each process verifies it once
+before it is used. A kill at any time leaves only drafts, which the next start removes. Two processes may share a
+directory. Blocking and thread-safe; knows nothing of the network.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 MOST_ENTRIES = 100_000
-"""However small they are, no more files and pages are kept."""
+"""The limit on files and pages, however small they are."""
 _CHUNK = 1 << 20
 _NAME = re.compile(r"[0-9a-f]{64}-[0-9a-f]{64}")
 _KEY = re.compile(r"[0-9a-f]{64}")
-_REMEMBER_S = 60.0
+_TOUCH_S = 60.0
 
 
 def key(*parts: str | None) -> str:
-    """A name for what these parts stand for."""
+    """Return the key for these parts."""
     return hashlib.sha256("\0".join("" if part is None else f"={part}" for part in parts).encode()).hexdigest()
 
 
 @dataclass(slots=True)
-class Kept:
-    """A file of the cache, opened: it can be read to its end even when the cache drops it. The caller closes it."""
+class OpenFile:
+    """An open file of the cache: it can be read to its end even if the cache drops it. The caller closes it."""
 
     descriptor: int
     size: int
@@ -41,28 +41,28 @@ class Kept:
 
 
 class Draft:
-    """A file on its way into the cache. `finish` or `drop` it."""
+    """A file that is being written. Call `finish` or `drop`."""
 
     def __init__(self, directory: str):
         while True:
             self.path = os.path.join(directory, secrets.token_hex(16))
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
             self.descriptor = os.open(self.path, flags, 0o600)
-            # Held for as long as the draft is written: what is not locked was left by a killed process.
+            # Held while the draft is written: a draft without a lock was left by a killed process.
             fcntl.flock(self.descriptor, fcntl.LOCK_EX)
             if os.fstat(self.descriptor).st_nlink:
                 break
-            os.close(self.descriptor)  # swept by another process in the moment before it was locked
+            os.close(self.descriptor)  # another process removed it just before it was locked
         self.size = 0
         self._hash = hashlib.sha256()
 
     @property
     def digest(self) -> str:
-        """The SHA-256 of what was written."""
+        """The SHA-256 of the bytes so far."""
         return self._hash.hexdigest()
 
     def write(self, data: bytes) -> None:
-        """Add bytes at the end."""
+        """Append bytes."""
         self._hash.update(data)
         view = memoryview(data)
         while view:
@@ -71,13 +71,13 @@ class Draft:
             view = view[written:]
 
     def drop(self) -> None:
-        """Forget it. The descriptor stays open: whoever reads from it closes it."""
+        """Remove the draft. The descriptor stays open; its reader closes it."""
         with suppress(FileNotFoundError):
             os.unlink(self.path)
 
 
 class PackageCache:
-    """The cache in one directory, of at most `most_bytes` besides drafts."""
+    """The cache in one directory, with at most `most_bytes` without drafts."""
 
     def __init__(self, directory: str, most_bytes: int):
         self.most_bytes = most_bytes
@@ -85,29 +85,29 @@ class PackageCache:
             os.path.join(directory, name) for name in ("files", "pages", "drafts")
         )
         self._lock = threading.Lock()
-        self._entries: OrderedDict[str, int] = OrderedDict()  # path and size, the least used first
-        self._names: dict[str, str] = {}  # key and path of files
-        self._proven: set[str] = set()  # paths of files whose content this process has seen to be right
-        self._remembered: dict[str, float] = {}
+        self._entries: OrderedDict[str, int] = OrderedDict()  # size by path, the least recently used first
+        self._names: dict[str, str] = {}  # path by key, of files
+        self._verified: set[str] = set()  # paths of files whose content this process has verified
+        self._touched: dict[str, float] = {}
         self._total = 0
         for path in (self._files, self._pages, self._drafts):
             os.makedirs(path, 0o700, exist_ok=True)
-        self._sweep()
+        self._remove_drafts()
         self._load()
 
     @property
     def total(self) -> int:
-        """The bytes that files and pages take."""
+        """The size of all files and pages."""
         return self._total
 
     # --- files
 
     def draft(self) -> Draft:
-        """A new draft."""
+        """Create a draft."""
         return Draft(self._drafts)
 
     def finish(self, draft: Draft, name: str) -> None:
-        """Give a draft, which the caller has checked, its place under a key. Its descriptor stays open."""
+        """Store a draft, which the caller has verified, under a key. Its descriptor stays open."""
         path = os.path.join(self._files, f"{_checked(name)}-{draft.digest}")
         with self._lock:
             self._make_room(draft.size)
@@ -115,12 +115,12 @@ class PackageCache:
             former = self._names.get(name)
             if former is not None and former != path:
                 self._remove(former)
-            self._proven.add(path)
+            self._verified.add(path)
             self._add(path, draft.size)
         fcntl.flock(draft.descriptor, fcntl.LOCK_UN)
 
-    def file(self, name: str) -> Kept | None:
-        """The file under a key. One whose content is not what its name says is removed."""
+    def file(self, name: str) -> OpenFile | None:
+        """Return the file of a key. A file whose content does not match its name is removed."""
         with self._lock:
             path = self._names.get(_checked(name))
         if path is None:
@@ -131,18 +131,18 @@ class PackageCache:
         except OSError:
             self._forget(path)
             return None
-        if path not in self._proven and _digest(descriptor) != digest:
+        if path not in self._verified and _digest(descriptor) != digest:
             os.close(descriptor)
             self._forget(path)
             return None
-        self._proven.add(path)
+        self._verified.add(path)
         self._used(path)
-        return Kept(descriptor, os.fstat(descriptor).st_size, digest)
+        return OpenFile(descriptor, os.fstat(descriptor).st_size, digest)
 
     # --- pages
 
     def page(self, name: str) -> tuple[bytes, float] | None:
-        """The page under a key, and when its index was last asked for it."""
+        """Return the page of a key, and when its index was last asked for it."""
         path = os.path.join(self._pages, _checked(name))
         with self._lock:
             if path not in self._entries:
@@ -156,7 +156,7 @@ class PackageCache:
             return None
 
     def put_page(self, name: str, data: bytes, now: float) -> None:
-        """Keep a page."""
+        """Store a page."""
         path = os.path.join(self._pages, _checked(name))
         draft = self.draft()
         try:
@@ -172,18 +172,18 @@ class PackageCache:
         finally:
             os.close(draft.descriptor)
 
-    def asked(self, name: str, now: float) -> None:
-        """The index says that the page is still as it was."""
+    def confirm_page(self, name: str, now: float) -> None:
+        """Record that the index confirmed the page."""
         with suppress(OSError):
             os.utime(os.path.join(self._pages, _checked(name)), (now, now))
 
     def drop_page(self, name: str) -> None:
-        """Forget a page."""
+        """Remove a page."""
         self._forget(os.path.join(self._pages, _checked(name)))
 
-    # --- upkeep
+    # --- maintenance
 
-    def _sweep(self) -> None:
+    def _remove_drafts(self) -> None:
         for name in os.listdir(self._drafts):
             path = os.path.join(self._drafts, name)
             with suppress(OSError):
@@ -222,8 +222,8 @@ class PackageCache:
         with suppress(FileNotFoundError):
             os.unlink(path)
         self._total -= self._entries.pop(path, 0)
-        self._proven.discard(path)
-        self._remembered.pop(path, None)
+        self._verified.discard(path)
+        self._touched.pop(path, None)
         name = os.path.basename(path)[:64]
         if self._names.get(name) == path:
             del self._names[name]
@@ -233,14 +233,14 @@ class PackageCache:
             self._remove(path)
 
     def _used(self, path: str) -> None:
-        """It is dropped last. Now and then the disk is told too, for the next process."""
+        """Mark a file as used; from time to time on disk too, for the next process."""
         now = time.monotonic()
         with self._lock:
             if path in self._entries:
                 self._entries.move_to_end(path)
-            due = now - self._remembered.get(path, -_REMEMBER_S) >= _REMEMBER_S
+            due = now - self._touched.get(path, -_TOUCH_S) >= _TOUCH_S
             if due:
-                self._remembered[path] = now
+                self._touched[path] = now
         if due:
             with suppress(OSError):
                 os.utime(path)

@@ -1,7 +1,7 @@
-"""Pages of projects, asked of their index once for everybody, kept, and asked for again when they are old.
+"""The pages of projects: fetched once for everybody, cached, and fetched again when they are old.
 
-Who asks is told apart, so that none uses up all requests to the indexes. A page that an index does not have is
-remembered too, so that looking for a project on one index after another asks each only once.
+Requests are counted per sandbox, so that no sandbox uses all of them. It is cached too that an index does not have a
+project, so that a search over several indexes asks each only once.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from carrel.primitives.cache import Cache
 log = logging.getLogger(__name__)
 
 FRESH_S = 600.0
-"""For this long an index is not asked again."""
+"""How long a page is fresh."""
 RETRY_S = 30.0
-"""After an index failed, an old page serves for this long without asking again."""
+"""After an index failed, an old page is used this long before the index is asked again."""
 MOST_AT_ONCE = 32
-"""Pages that are asked for at the same time, of all indexes and for everybody."""
+"""How many pages are fetched at the same time, from all indexes and for everybody."""
 _MOST_TIME_S = 60.0
 _MOST_LINKS_IN_MEMORY = 200_000
 _MOST_FAILED = 10_000
@@ -39,7 +39,7 @@ _MOST_FAILED = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is known of a project on an index. `page` is None when the index does not have it."""
+    """A cached page. `page` is None when the index does not have the project."""
 
     page: Page | None
     asked: float
@@ -55,13 +55,13 @@ class Catalogue:
         self._memory: OrderedDict[str, Entry] = OrderedDict()
         self._links = 0
         self._failed: Cache[str, bool] = Cache(_MOST_FAILED, RETRY_S, clock=clock)
-        self._asking: dict[str, tuple[asyncio.Task[Entry], Permit]] = {}
+        self._requests: dict[str, tuple[asyncio.Task[Entry], Permit]] = {}
         self._limit = FairLimit(MOST_AT_ONCE)
 
     async def page(self, index: Index, project: str, who: Hashable = None, *, any_age: bool = False) -> Page | None:
-        """The page of a project; None when the index does not have it. Raises `Unreachable` or `BadPage`.
+        """Return the page of a project; None when the index does not have it. Raises `Unreachable` or `BadPage`.
 
-        When the index fails, an old page serves; that it once did not have the project does not.
+        When the index fails, an old page is used; but not the knowledge that it did not have the project.
         """
         name = scope(index, "page", project)
         entry = self._memory.get(name) or await self._load(name, project)
@@ -71,37 +71,37 @@ class Catalogue:
             if 0 <= age < FRESH_S or failed or (any_age and entry.page is not None):
                 self._remember(name, entry)
                 return entry.page
-        if name not in self._asking:
+        if name not in self._requests:
             permit = self._limit.permit()
             task = asyncio.get_running_loop().create_task(self._ask(name, index, project, entry, permit))
-            task.add_done_callback(lambda done: self._answered(name, done))
-            self._asking[name] = task, permit
-        task, permit = self._asking[name]
+            task.add_done_callback(lambda done: self._finished(name, done))
+            self._requests[name] = task, permit
+        task, permit = self._requests[name]
         permit.join(who)
         return (await asyncio.shield(task)).page
 
     async def aclose(self) -> None:
-        """Break every request off."""
-        tasks = [task for task, _ in self._asking.values()]
+        """Cancel all requests."""
+        tasks = [task for task, _ in self._requests.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _answered(self, name: str, task: asyncio.Task[Entry]) -> None:
-        del self._asking[name]
+    def _finished(self, name: str, task: asyncio.Task[Entry]) -> None:
+        del self._requests[name]
         if not task.cancelled():
-            task.exception()  # nobody may be left to hear it
+            task.exception()  # marks it as seen if nobody waits any more
 
     async def _ask(self, name: str, index: Index, project: str, known: Entry | None, permit: Permit) -> Entry:
         try:
             async with asyncio.timeout(_MOST_TIME_S) as limit, permit:
-                # Who has just joined what another has waited for is not to be short of time.
+                # Somebody may have joined while another waited for the permit; both get the full time.
                 limit.reschedule(asyncio.get_running_loop().time() + _MOST_TIME_S)
                 entry = await self._get(name, index, project, known)
         except (Unreachable, BadPage, TimeoutError) as error:
             if known is None or known.page is None:
                 raise Unreachable("it did not answer in time") if isinstance(error, TimeoutError) else error from None
-            log.warning("an old page of %s serves: index %s: %s", project, index.name, error)
+            log.warning("an old page of %s is used, because index %s failed: %s", project, index.name, error)
             self._failed.put(name, True)
             entry = known
         else:
@@ -119,7 +119,7 @@ class Catalogue:
         async with self._fetch.get(index, page_url(index, project), headers) as response:
             now = self._clock()
             if response.status_code == 304 and known is not None:
-                await asyncio.to_thread(self._cache.asked, name, now)
+                await asyncio.to_thread(self._cache.confirm_page, name, now)
                 return Entry(known.page, now, known.etag, known.modified)
             if response.status_code in {404, 410}:
                 entry = Entry(None, now)
@@ -163,20 +163,20 @@ class Catalogue:
 
 
 def scope(index: Index, kind: str, *parts: str | None) -> str:
-    """The key of something of an index. The credentials and how sure one is of the index are part of it: what one
-    sandbox may see is not shown to another by way of the cache.
+    """Return the cache key of something on an index. It depends on the credentials and on the trust in the index, so
+    that the cache never shows one sandbox what only another may see.
     """
     return key(kind, index.url.rstrip("/"), "trusted" if index.trusted else index.cert, *parts)
 
 
 def page_url(index: Index, project: str) -> str:
-    """Where the index has a project."""
+    """Return the URL of a project's page."""
     parts = urlsplit(index.url)
     return parts._replace(path=f"{parts.path.rstrip('/')}/{project}/", fragment="").geturl()
 
 
-def shown(index: Index) -> str:
-    """An index for people."""
+def describe(index: Index) -> str:
+    """Return the name and URL of an index for people."""
     return f"{index.name} ({plain(index)})"
 
 

@@ -28,7 +28,11 @@ from carrel.policy.rules import addresses
 
 
 class FairLimit:
-    """A number of permits, for all askers together."""
+    """Permits for concurrent work, shared fairly. For one event loop.
+
+    A caller gets another permit if it has fewer than are free. So a single caller gets at most half of all permits, and
+    the next caller always finds one.
+    """
 
     def __init__(self, most: int):
         self._free = most
@@ -36,11 +40,11 @@ class FairLimit:
         self._waiting: dict[Permit, asyncio.Future[None]] = {}
 
     def permit(self) -> Permit:
-        """A permit to join and then to wait for, as an asynchronous context manager."""
+        """Create a permit, to join and then to wait for as an asynchronous context manager."""
         return Permit(self)
 
     async def enter(self, permit: Permit) -> None:
-        """Wait until the permit is given."""
+        """Wait for a permit."""
         future = self._waiting[permit] = asyncio.get_running_loop().create_future()
         self.give()
         try:
@@ -51,7 +55,7 @@ class FairLimit:
             raise
 
     def leave(self, permit: Permit) -> None:
-        """Give the permit back, if it was given."""
+        """Return a permit, if it was given."""
         if permit.charged:
             (who,) = permit.charged
             permit.charged = ()
@@ -62,7 +66,7 @@ class FairLimit:
             self.give()
 
     def give(self) -> None:
-        """Give the permits that are free: first to whoever has fewest, then in the order of asking."""
+        """Give the free permits: first to the caller that has fewest, then in the order of requests."""
         while self._waiting:
             wanted = ((self._taken[who], who, permit) for permit in self._waiting for who in permit.who)
             taken, who, permit = min(wanted, key=lambda each: each[0], default=(self._free, None, None))
@@ -77,16 +81,16 @@ class FairLimit:
 
 
 class Permit:
-    """One permit, for all who join it. It counts for the one of them who has fewest."""
+    """One permit, for everybody who joins it. It counts for the one of them that has fewest."""
 
     def __init__(self, limit: FairLimit):
         self._limit = limit
         self.who: dict[Hashable, None] = {}
         self.charged: tuple[()] | tuple[Hashable] = ()
-        """For whom it counts, once it is given."""
+        """The caller for which it counts, once it is given."""
 
     def join(self, who: Hashable) -> None:
-        """Add one more for whom it may count."""
+        """Add a caller for which it may count."""
         self.who[who] = None
         self._limit.give()
 
@@ -102,7 +106,7 @@ class Permit:
 MOST_REDIRECTS = 5
 _TIMEOUT = httpx.Timeout(30.0, connect=10.0)
 _LIMITS = httpx.Limits(max_connections=64, max_keepalive_connections=8, keepalive_expiry=30.0)
-"""Room for all pages and files that may come at the same time: who has his permit waits for no connection."""
+"""Enough for all pages and files that may be fetched at once: with a permit, nothing waits for a connection."""
 _MOST_CLIENTS = 64
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
@@ -110,7 +114,7 @@ Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 
 
 class Unreachable(Exception):
-    """An index did not give what it was asked for. The words name no URL and no credential."""
+    """An index did not answer a request as it must. The message names no URL and no credential."""
 
 
 @dataclass(slots=True)
@@ -120,7 +124,7 @@ class _Client:
 
 
 class IndexClient:
-    """The indexes, as one process asks them. `proxy` is used for all but what `NO_PROXY` names."""
+    """The HTTP client for all indexes. `proxy` is used for all hosts that `NO_PROXY` does not name."""
 
     def __init__(self, *, proxy: str | None = None, resolve: Resolve | None = None):
         self._proxy = proxy
@@ -133,28 +137,28 @@ class IndexClient:
     async def get(
         self, index: Index, url: str, headers: Mapping[str, str], *, sealed: bool = False
     ) -> AsyncIterator[httpx.Response]:
-        """The answer to a GET, its body unread, after redirects. Raises `Unreachable`.
+        """Yield the response to a GET after redirects; its body is unread. Raises `Unreachable`.
 
-        From https to http leads no way but to what is `sealed` by a hash or on an index that is trusted anyway.
+        A redirect from https to http is followed only if the content is `sealed` by a hash or the index is trusted.
         """
         secure = urlsplit(index.url).scheme == "https" and not index.trusted and not sealed
         for _hop in range(MOST_REDIRECTS + 1):
             try:
-                target, shown = httpx.URL(_plain(url)), _credentials(index, url)
+                target, authorization = httpx.URL(_plain(url)), _credentials(index, url)
             except (ValueError, httpx.InvalidURL):
                 raise Unreachable(_NO_ADDRESS) from None
             if target.scheme not in {"http", "https"} or not target.host:
                 raise Unreachable(_NO_ADDRESS)
             if secure and target.scheme != "https":
-                raise Unreachable("it led on to a connection that is not encrypted")
+                raise Unreachable("it redirected to a connection that is not encrypted")
             client = await self._join(index, target.host)
             try:
-                async with _words():
-                    request = client.http.build_request("GET", target, headers={**headers, **shown})
+                async with _as_unreachable():
+                    request = client.http.build_request("GET", target, headers={**headers, **authorization})
                     response = await client.http.send(request, stream=True, follow_redirects=False)
                 try:
                     if not response.has_redirect_location:
-                        async with _words():
+                        async with _as_unreachable():
                             yield response
                         return
                     url = _joined(target, response.headers["location"])
@@ -162,7 +166,7 @@ class IndexClient:
                     await response.aclose()
             finally:
                 client.users -= 1
-        raise Unreachable(f"it led on more than {MOST_REDIRECTS} times")
+        raise Unreachable(f"it redirected more than {MOST_REDIRECTS} times")
 
     async def aclose(self) -> None:
         """Close every connection."""
@@ -171,8 +175,8 @@ class IndexClient:
             await client.http.aclose()
 
     async def _join(self, index: Index, host: str) -> _Client:
-        """The client for an index, with one more user, who leaves by himself. Each index has its own connections, so
-        that none is shared with one less trusted.
+        """Return the client for an index, with one more user; the caller decrements `users`. Each index has its own
+        connections, so that none is shared with a less trusted one.
         """
         proxied = self._proxy is not None and not proxy_bypass(host)
         known = self._clients.get((index, proxied))
@@ -231,7 +235,7 @@ class IndexClient:
 
 
 class _Guarded(httpcore.AsyncNetworkBackend):
-    """Connects to public addresses only, but for the index's own host: the address that was looked at is used."""
+    """Connects only to public addresses, except for the index's own host. Uses exactly the addresses it has checked."""
 
     def __init__(self, own: str, resolve: Resolve):
         self._own = own
@@ -246,7 +250,7 @@ class _Guarded(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        """A connection, to the first address that answers."""
+        """Connect to the first address that answers."""
         try:
             found = await self._resolve(host, port)
         except OSError:
@@ -262,12 +266,12 @@ class _Guarded(httpcore.AsyncNetworkBackend):
         raise failure
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Sleep."""
         await asyncio.sleep(seconds)
 
 
-_NO_ADDRESS = "it led on to something that is no web address"
-_PRIVATE = "it led on to a private address"
+_NO_ADDRESS = "it redirected to something that is not a web address"
+_PRIVATE = "it redirected to a private address"
 
 
 def _is_public(address: str) -> bool:
@@ -280,7 +284,7 @@ async def _look_up(host: str, port: int) -> Sequence[str]:
 
 
 def _plain(url: str) -> str:
-    """The URL without user and password."""
+    """Return the URL without user and password."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment="").geturl()
 
@@ -293,33 +297,33 @@ def _joined(base: httpx.URL, location: str) -> str:
 
 
 def plain(index: Index) -> str:
-    """An index's URL as it may be shown: without user and password."""
+    """Return the URL of an index without user and password."""
     return _plain(index.url)
 
 
 def _credentials(index: Index, url: str) -> dict[str, str]:
-    """The header that a URL's own user, or on the same origin the index's, is shown with."""
+    """Return the `authorization` header for a URL: of its own user, or on the same origin of the index's user."""
     own, asked = urlsplit(index.url), urlsplit(url)
     same = (own.scheme, own.hostname, own.port) == (asked.scheme, asked.hostname, asked.port)
     source = asked if asked.username else own if same else None
     if source is None or not source.username:
         return {}
-    told = f"{unquote(source.username)}:{unquote(source.password or '')}"
-    return {"authorization": f"Basic {b64encode(told.encode()).decode()}"}
+    pair = f"{unquote(source.username)}:{unquote(source.password or '')}"
+    return {"authorization": f"Basic {b64encode(pair.encode()).decode()}"}
 
 
 @asynccontextmanager
-async def _words() -> AsyncIterator[None]:
-    """Permit what the HTTP library raises into words that name no address."""
+async def _as_unreachable() -> AsyncIterator[None]:
+    """Turn the errors of the HTTP library into `Unreachable` with a message that names no address."""
     try:
         yield
     except httpx.TimeoutException:
         raise Unreachable("it did not answer in time") from None
     except httpx.ConnectError as error:
-        told = str(error)
-        if "CERTIFICATE_VERIFY_FAILED" in told:
+        message = str(error)
+        if "CERTIFICATE_VERIFY_FAILED" in message:
             raise Unreachable("its certificate is not valid") from None
-        raise Unreachable(_PRIVATE if _PRIVATE in told else "it cannot be reached") from None
+        raise Unreachable(_PRIVATE if _PRIVATE in message else "it cannot be reached") from None
     except httpx.ProxyError:
         raise Unreachable("the proxy on the way to it refused") from None
     except httpx.HTTPError:

@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from carrel.egress.index.cache import Draft, Kept, PackageCache
+from carrel.egress.index.cache import Draft, OpenFile, PackageCache
 from carrel.egress.index.client import FairLimit, IndexClient, Permit, Unreachable
 from carrel.egress.plan import Index
 from carrel.threads import run_to_end
 
 MOST_DIRECTORY = 32 << 20
-"""A longer directory is not read: each entry of it costs many times its length in memory."""
+"""A zip directory over this size is not read: each entry costs many times its length in memory."""
 
 MOST_METADATA = 16 << 20
 
@@ -38,8 +38,8 @@ _MOST_TAIL = 65_535 + _END_SIZE + _LOCATOR64_SIZE + _END64_SIZE
 
 
 def unpacked_size(descriptor: int) -> int | None:
-    """The sum of what a zip file holds; its own size when that is more or when it is no zip file; None when its
-    directory is too long to be read.
+    """Return the size of a zip file's content, or of the file itself if that is larger or not a zip file; None when the
+    zip directory is too long.
     """
     size = os.fstat(descriptor).st_size
     if _directory_size(descriptor, size) > MOST_DIRECTORY:
@@ -52,7 +52,7 @@ def unpacked_size(descriptor: int) -> int | None:
 
 
 def wheel_metadata(descriptor: int) -> bytes | None:
-    """The metadata in a wheel; None when it cannot be had."""
+    """Return the metadata in a wheel, or None."""
     if _directory_size(descriptor, os.fstat(descriptor).st_size) > MOST_DIRECTORY:
         return None
     try:
@@ -64,7 +64,7 @@ def wheel_metadata(descriptor: int) -> bytes | None:
 
 
 def _directory_size(descriptor: int, size: int) -> int:
-    """The longest directory that a reader could be made to read, whichever of the records at the end it goes by."""
+    """Return the size of the longest directory that a reader could find, by any of the records at the end."""
     tail = os.pread(descriptor, _MOST_TAIL, max(0, size - _MOST_TAIL))
     longest = 0
     for at in _places(tail, _END):
@@ -93,18 +93,18 @@ def _number(form: str, record: bytes, at: int) -> int:
 log = logging.getLogger(__name__)
 
 TAIL = 64 << 10
-"""What is held back until a file is known to be right. The directory of a wheel lies in it."""
+"""The part held back until a file is verified. The directory of a wheel is in it."""
 MOST_AT_ONCE = 32
-"""Files that come at the same time, of all indexes and for everybody."""
+"""How many files are fetched at the same time, from all indexes and for everybody."""
 LINGER_S = 10.0
-"""For this long a file still comes when nobody waits for it any more."""
+"""How long a download continues when nobody waits for it any more."""
 _CHUNK = 256 << 10
 _HEADERS = {"accept-encoding": "identity", "accept": "*/*"}
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A file of an index, and what the index said of it."""
+    """A file, with what the index says about it."""
 
     index: Index
     url: str
@@ -112,13 +112,13 @@ class Wanted:
     sealed: bool
     size: int | None = None
     most: int | None = None
-    """Refused when it is longer; None: as long as the cache has room for."""
+    """The size limit; None: the size of the cache."""
     at_hand: Callable[[], bytes | None] | None = None
-    """A way to have the content without asking the index; it may block. Its hash counts all the same."""
+    """Returns the content without asking the index, or None; may block. The hash is checked all the same."""
 
 
 class Wrong(Exception):
-    """A file is not what its index says, or is too long to be kept."""
+    """A file is not what its index says, or too long for the cache."""
 
 
 class Missing(Exception):
@@ -126,44 +126,44 @@ class Missing(Exception):
 
 
 class Download:
-    """One file, and those who wait for it. Whoever joined it leaves it once."""
+    """The download of one file, for everybody who waits for it. Each `join` needs one `leave`."""
 
     def __init__(self, cache: PackageCache, fetch: IndexClient, name: str, wanted: Wanted, permit: Permit):
         self._cache, self._fetch, self._name, self._wanted, self._permit = cache, fetch, name, wanted, permit
         self._changed = asyncio.Event()
         self._descriptor = -1
         self._failure: Exception | None = None
-        self._guests = 0
+        self._waiting = 0
         self.written = 0
         self.total: int | None = None
-        """The whole size, once it is known."""
+        """The complete size, once it is known."""
         self.digest: str | None = None
-        """The SHA-256, once the file is whole and right."""
+        """The SHA-256, once the file is complete and verified."""
         self.task: asyncio.Task[None] | None = None
 
     @property
     def done(self) -> bool:
-        """Whether the file is whole and right."""
+        """Whether the file is complete and verified."""
         return self.digest is not None
 
     @property
     def known_size(self) -> int:
-        """How long the file is at least, as far as is known."""
+        """The size as far as it is known."""
         return max(self.written, self.total or 0)
 
-    # --- those who wait
+    # --- waiting
 
     def join(self, who: Hashable) -> None:
-        """One more waits."""
-        self._guests += 1
+        """Add somebody who waits."""
+        self._waiting += 1
         self._permit.join(who)
 
     def leave(self, *, for_good: bool = False) -> None:
-        """One waits no more. A file nobody waits for is not fetched on; but who lost his patience may come back soon,
-        unless he left `for_good` or the file has not begun to come.
+        """Remove somebody who waits. Without anybody, the download is cancelled: after a while, because a client that
+        lost patience may come back, or at once if it left `for_good` or nothing has arrived.
         """
-        self._guests -= 1
-        if not self._guests:
+        self._waiting -= 1
+        if not self._waiting:
             if self.task is None or self.task.done():
                 self._close()
             elif for_good or self._descriptor < 0:
@@ -172,26 +172,26 @@ class Download:
                 self.task.get_loop().call_later(LINGER_S, self._abandon)
 
     def _abandon(self) -> None:
-        if not self._guests and self.task is not None:
+        if not self._waiting and self.task is not None:
             self.task.cancel()
 
     async def until(self, enough: Callable[[], bool]) -> None:
-        """Wait until enough is there. Raises what the download failed with."""
+        """Wait until `enough` returns True. Raises the error of the download."""
         while not enough():
             if self._failure is not None:
                 raise self._failure
             await self._changed.wait()
 
     def open(self) -> int:
-        """A descriptor of what is there so far, for who joined; the caller closes it."""
+        """Return a descriptor of the bytes so far. The caller, who has joined, closes it."""
         return os.dup(self._descriptor)
 
     # --- the download
 
     async def run(self) -> None:
-        """Take the file from the cache or the index."""
+        """Get the file from the cache or the index."""
         try:
-            kept = await run_to_end(lambda: self._cache.file(self._name), _close_kept)
+            kept = await run_to_end(lambda: self._cache.file(self._name), _close_file)
             if kept is not None:
                 self._descriptor, self.written, self.total, self.digest = (
                     kept.descriptor,
@@ -212,11 +212,11 @@ class Download:
             self._failure = Unreachable("carrel could not fetch the file")
 
     def ended(self) -> None:
-        """The task is over, however it ended, even before it began."""
+        """Finish after the task has ended, even if it never began."""
         if not self.done and self._failure is None:
             self._failure = Unreachable("nobody waited for it any more")
-        self._tell()
-        if not self._guests:
+        self._notify()
+        if not self._waiting:
             self._close()
 
     async def _get(self) -> None:
@@ -236,12 +236,12 @@ class Download:
                 length = response.headers.get("content-length", "")
                 self.total = int(length) if length.isdecimal() and len(length) < 19 else self._wanted.size
                 self._check_size()
-                self._tell()
+                self._notify()
                 async for chunk in response.aiter_raw():
                     await run_to_end(partial(_write, draft, checked, chunk))
                     self.written = draft.size
                     self._check_size()
-                    self._tell()
+                    self._notify()
             if checked is not None and self._wanted.digest and checked.hexdigest() != self._wanted.digest[1]:
                 raise Wrong("the file is not the one that its index lists: its hash is another")
             if self._wanted.size not in {None, draft.size}:
@@ -274,7 +274,7 @@ class Download:
         if self._wanted.size is not None and self.written > self._wanted.size:
             raise Wrong("the file is longer than its index says")
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -290,7 +290,7 @@ def _write(draft: Draft, checked: hashlib._Hash | None, chunk: bytes) -> None:
         checked.update(chunk)
 
 
-def _close_kept(kept: Kept | None) -> None:
+def _close_file(kept: OpenFile | None) -> None:
     if kept is not None:
         os.close(kept.descriptor)
 
@@ -304,18 +304,18 @@ _Flight = tuple[str, str, bool, str | None]
 
 
 class Downloads:
-    """All files that are on their way."""
+    """All running downloads."""
 
     def __init__(self, cache: PackageCache, fetch: IndexClient):
         self._cache, self._fetch = cache, fetch
-        # By index too: a slow or wrong one is waited for only by who chose it.
+        # By index too: only those who chose a slow or wrong index wait for it.
         self._running: dict[_Flight, Download] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._limit = FairLimit(MOST_AT_ONCE)
 
     def join(self, name: str, wanted: Wanted, who: Hashable = None) -> Download:
-        """The download of the file under a key, begun if it is not under way: as soon as one of those who wait for it
-        may have one more. The caller leaves it.
+        """Return the download of a file, which is started if it is not running; it begins when somebody who waits for
+        it gets a permit. The caller calls `leave`.
         """
         flight = (name, wanted.index.url, wanted.index.trusted, wanted.index.cert)
         found = self._running.get(flight)
@@ -334,17 +334,17 @@ class Downloads:
         download.ended()
 
     async def aclose(self) -> None:
-        """Break every download off."""
+        """Cancel all downloads."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
 class Body:
-    """The bytes of a download, as they come. Closing it leaves the download; it is closed at its end by itself."""
+    """The bytes of a download as they arrive. `close` leaves the download; the end does so too."""
 
     def __init__(self, download: Download, size: int, settle: Callable[[], Awaitable[None]], alive: Callable[[], None]):
-        """`settle` is awaited before the last part is given and may raise; `alive` is told of each part."""
+        """`settle` is awaited before the last part and may raise; `alive` is called after each part."""
         self._download, self._size, self._settle, self._alive = download, size, settle, alive
         self._descriptor = download.open()
         self._at = 0
@@ -372,18 +372,18 @@ class Body:
         return data
 
     async def aclose(self) -> None:
-        """Let go of the file."""
+        """Call `close`."""
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file and leave the download."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
             self._download.leave()
 
     def __del__(self) -> None:
-        if self._descriptor >= 0 and self._download.task is not None:  # forgotten, and in whichever thread
+        if self._descriptor >= 0 and self._download.task is not None:  # it was never closed; this may be any thread
             os.close(self._descriptor)
             with suppress(RuntimeError):
                 self._download.task.get_loop().call_soon_threadsafe(self._download.leave)

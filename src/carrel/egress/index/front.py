@@ -1,7 +1,7 @@
-"""The package index as a sandbox sees it: pages whose files lie on the front itself, and those files.
+"""The package index that sandboxes use: pages of projects, whose links point to this index, and their files.
 
-Origin-form requests of `pip` and `uv` are answered here. What the asking sandbox may install comes with each request;
-what was fetched is shared by all. Direct URLs and version control are none of its business.
+Answers the requests of `pip` and `uv` in origin form. Each request comes with what its sandbox may install; what was
+fetched is shared by all. Direct URLs and version control do not pass here.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from http import HTTPStatus
 from urllib.parse import quote, unquote, urlsplit
 
 from carrel.egress.access import Refused
-from carrel.egress.http.answers import PROBLEM, body_of, words_of
+from carrel.egress.http.answers import PROBLEM, body_of, sentence_of
 from carrel.egress.index import pages
 from carrel.egress.index.cache import PackageCache
-from carrel.egress.index.catalogue import Catalogue, scope, shown
+from carrel.egress.index.catalogue import Catalogue, describe, scope
 from carrel.egress.index.client import IndexClient, Unreachable
 from carrel.egress.index.downloads import (
     MOST_METADATA,
@@ -43,11 +43,11 @@ from carrel.policy.verdict import Verdict
 from carrel.primitives.cache import Cache
 
 IDLE_S = 60.0
-"""An install is over when no request came for this long."""
+"""An install ends when no request comes for this long."""
 
 
 class InstallBudget:
-    """What the install that is under way has taken. One for each sandbox; it outlives changes of the policy."""
+    """The size of the current install. One for each sandbox; a new policy does not reset it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -57,12 +57,12 @@ class InstallBudget:
 
     @property
     def taken(self) -> int:
-        """The bytes of the files that were asked for."""
+        """The size of the requested files."""
         return sum(self._files.values())
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """A request that belongs to an install: to the one under way, or to a new one after a pause."""
+        """Count a request to the current install, or to a new one after a pause."""
         if not self._active and self._clock() - self._last >= IDLE_S:
             self._files.clear()
         self._active += 1
@@ -73,7 +73,7 @@ class InstallBudget:
             self.keep()
 
     def keep(self) -> None:
-        """The install goes on: bytes still flow."""
+        """Extend the install: bytes are still flowing."""
         self._last = self._clock()
 
     def has(self, file: str) -> bool:
@@ -81,17 +81,17 @@ class InstallBudget:
         return file in self._files
 
     def fits(self, file: str, size: int, most: int | None) -> bool:
-        """Whether a file of this size can be taken with the others."""
+        """Whether a file of this size fits with the others."""
         return most is None or self._others(file) + size <= most
 
     def take(self, file: str, size: int, most: int | None) -> None:
-        """Count a file, once and with the largest size it is known by. Raises `Refused` when it does not fit."""
+        """Count a file, once and with its largest known size. Raises `Refused` when it does not fit."""
         if most is not None and not self.fits(file, size, most):
             raise _too_much(size, self._others(file), most)
         self._files[file] = max(size, self._files.get(file, 0))
 
     def give_back(self, file: str) -> None:
-        """The file was not delivered after all."""
+        """Uncount a file that was not delivered."""
         self._files.pop(file, None)
 
     def _others(self, file: str) -> int:
@@ -100,10 +100,10 @@ class InstallBudget:
 
 @dataclass(frozen=True, slots=True)
 class Packages:
-    """What one sandbox may install. Names are as indexes compare them; `allowed` None allows every package."""
+    """What one sandbox may install. Names are normalised; `allowed` None allows every package."""
 
     indexes: tuple[Index, ...]
-    """In order: a project that an earlier one has is never looked for on a later one."""
+    """In order: a project of an earlier index is never taken from a later one."""
     blocked: frozenset[str] = frozenset()
     allowed: frozenset[str] | None = None
     max_install_bytes: int | None = None
@@ -111,7 +111,7 @@ class Packages:
     budget: InstallBudget = field(default_factory=InstallBudget)
 
     def check(self, project: str) -> None:
-        """Raises `Refused` when the project may not be installed."""
+        """Raise `Refused` when the project may not be installed."""
         self.check_enabled()
         if project in self.blocked:
             raise _denied(f"the package {project} is blocked for this agent", f"blocked_packages: {project}")
@@ -119,7 +119,7 @@ class Packages:
             raise _denied(f"the package {project} is not among those this agent may install", "allowed_packages")
 
     def check_enabled(self) -> None:
-        """Raises `Refused` when nothing may be installed at all."""
+        """Raise `Refused` when nothing may be installed."""
         if not self.enabled:
             raise _denied("this agent may not install packages", "enabled: false")
 
@@ -142,7 +142,7 @@ def _megabytes(size: int) -> str:
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0
-"""A file that takes longer to come is given out while it comes. `pip` waits 15 s for the first byte."""
+"""A file that takes longer is passed on while it arrives. `pip` waits 15 s for the first byte."""
 _MOST_TARGET = 2048
 _MOST_SIZES = 10_000
 _MOST_WRITTEN = 32 << 20
@@ -152,28 +152,28 @@ _TYPES = {"json": pages.JSON_TYPE, "html": pages.HTML_TYPE, "plain": "text/html;
 
 @dataclass(slots=True)
 class Answer:
-    """An HTTP answer. `content-length` is among the headers. A body that is not bytes is iterated once; when it raises,
-    the answer cannot be finished and the connection has to be broken off. Close the answer in any case.
+    """An HTTP response; `headers` include `content-length`. A body that is not bytes is iterated once; if it raises,
+    the connection must be cut. Call `aclose` in any case.
     """
 
     status: int
     headers: list[tuple[str, str]]
     body: bytes | AsyncIterator[bytes] = b""
     reason: str = "OK"
-    """The reason phrase: plain ASCII, one line."""
+    """Plain ASCII, one line."""
     refused: Refused | None = None
-    """What was refused, for the access log."""
+    """The refusal, for the access log."""
 
     async def aclose(self) -> None:
-        """Let go of the body, whether it was iterated or not."""
+        """Close the body, whether it was iterated or not."""
         if isinstance(self.body, Body):
             await self.body.aclose()
 
 
-_TELLING = "-"
-"""In the place of an index: the file of a page that only tells why there is none."""
-_WORDS_FOR_PIP = {403: "denied.by.policy", 502: "index.unavailable"}
-"""Refusals of a page that are put as a version: `pip` and `uv` say of a page that fails only that there is no such
+_EXPLAINING = "-"
+"""In place of the name of an index: the file of a page that only explains a refusal."""
+_SHOWN_AS_VERSION = {403: "denied.by.policy", 502: "index.unavailable"}
+"""Refusals of a page that are shown as a version: for a page that fails, `pip` and `uv` say only that there is no such
 package.
 """
 
@@ -195,7 +195,7 @@ class _Written:
 
 
 class Front:
-    """The front of one process."""
+    """The package index of one process."""
 
     def __init__(self, cache: PackageCache, *, fetch: IndexClient, clock: Callable[[], float] = time.time):
         self._cache, self._fetch = cache, fetch
@@ -205,7 +205,7 @@ class Front:
         self._sizes: Cache[str, int] = Cache(_MOST_SIZES)
 
     def decide(self, target: str, packages: Packages) -> Verdict:
-        """What is said of a request before anybody is asked for an answer: of its package, as far as the name goes."""
+        """Return the verdict on a request by the name of its package, before it is answered."""
         match _segments(target):
             case ["simple", name] | ["simple", name, ""] | ["files", _, name, _, _]:
                 project = pages.project_name(name) if len(target) <= _MOST_TARGET else None
@@ -216,7 +216,7 @@ class Front:
         return Verdict("allow", "the package index decides")
 
     async def answer(self, method: str, target: str, headers: Mapping[str, str], packages: Packages) -> Answer:
-        """Answer a request of one sandbox. Names of headers are in lower case. Raises nothing."""
+        """Answer a request of one sandbox. Header names are in lower case. Never raises."""
         request = _Request(method, [], headers, packages)
         try:
             with packages.budget.asking():
@@ -232,7 +232,7 @@ class Front:
         return answer
 
     async def aclose(self) -> None:
-        """Break off what is under way, and close connections."""
+        """Cancel everything and close connections."""
         await self._catalogue.aclose()
         await self._downloads.aclose()
         await self._fetch.aclose()
@@ -254,15 +254,15 @@ class Front:
                     return await self._page(request, name)
                 except Refused as refused:
                     tool = request.headers.get("user-agent", "").startswith(("pip/", "uv/"))
-                    if request.project and tool and refused.status in _WORDS_FOR_PIP:
-                        return _telling(request.project, refused)
+                    if request.project and tool and refused.status in _SHOWN_AS_VERSION:
+                        return _explaining(request.project, refused)
                     raise
             case ["files", index, project, token, filename]:
                 try:
                     return await self._file(request, index, project, token, filename)
                 except Refused as refused:
-                    if index == _TELLING and refused.status == HTTPStatus.BAD_GATEWAY:
-                        # pip tries 502 again and again, and then does not show why.
+                    if index == _EXPLAINING and refused.status == HTTPStatus.BAD_GATEWAY:
+                        # pip repeats requests that get 502, and then does not show the reason.
                         refused.status = HTTPStatus.FAILED_DEPENDENCY
                     raise
         raise _unknown("there is nothing here", "the package index is at /simple/")
@@ -280,7 +280,9 @@ class Front:
         return Answer(200, [("content-type", _TYPES[form]), ("content-length", str(len(body))), *common], body)
 
     async def _write(self, index: Index, page: Page, form: pages.Form) -> tuple[bytes, str]:
-        """A page as the front shows it, and its tag. Long pages take long to write: the last ones are kept."""
+        """Return a page with links to this index, and its tag. Writing long pages takes long, so the last ones are
+        cached.
+        """
         place = (index.name, scope(index, "page", page.project), form)
         known = self._written.pop(place, None)
         if known is None or known.page is not page:
@@ -301,8 +303,8 @@ class Front:
         return project
 
     async def _locate(self, packages: Packages, project: str, asked: str | None = None) -> tuple[Index, Page]:
-        """The first index that has the project, and its page. An index that fails ends the search: what it has is not
-        taken from a later one. The page of the index that was `asked` for may be old.
+        """Return the first index that has the project, and its page. An index that fails ends the search: its projects
+        must not be taken from a later index. The page of the index `asked` may be old.
         """
         for index in packages.indexes:
             try:
@@ -387,7 +389,7 @@ class Front:
             raise
 
     async def _installed_size(self, download: Download, link: Link) -> int:
-        """What a file takes: a wheel what it holds, anything else its own size."""
+        """Return the installed size of a file: for a wheel that of its content, else its own."""
         size = download.known_size
         if not link.filename.endswith(".whl") or download.digest is None:
             return size
@@ -405,8 +407,8 @@ def _segments(target: str) -> list[str]:
 
 
 async def _arrival(download: Download, fits: Callable[[], bool]) -> None:
-    """Wait until the file is whole, or until its size is known and waiting longer would try the client's patience; no
-    longer than until it is known not to fit.
+    """Wait until the file is complete, or until its size is known and the client would lose patience, or until it is
+    known not to fit.
     """
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -424,7 +426,7 @@ def _unpacked(download: Download) -> int | None:
 
 
 def _stream(download: Download, kind: str, settle: Callable[[], Awaitable[None]], alive: Callable[[], None]) -> Answer:
-    """The answer with a download's bytes; who closes it leaves the download."""
+    """Return a response with the bytes of a download. Closing it leaves the download."""
     size = download.known_size
     headers = [
         ("content-type", kind),
@@ -444,7 +446,9 @@ def _ignore() -> None:
 
 
 def _name(index: Index, link: Link, part: str | None = None) -> str:
-    """The key of a file. Only what an index shows to everybody is shared with other indexes by its content."""
+    """Return the cache key of a file. Files are shared between indexes by content only if the index is open to
+    everybody.
+    """
     open_to_all = "@" not in urlsplit(index.url).netloc
     if part is None and open_to_all and (known := link.hashes.get("sha256")):
         return known
@@ -456,8 +460,8 @@ def _place(index: Index, project: str, link: Link) -> str:
 
 
 def _root(packages: Packages) -> Answer:
-    """A page for people; tools ask for projects by name."""
-    lines = [f"<li>{html.escape(shown(index))}</li>" for index in packages.indexes]
+    """Return a page for people; tools ask for projects by name."""
+    lines = [f"<li>{html.escape(describe(index))}</li>" for index in packages.indexes]
     body = (
         "<!DOCTYPE html><html><head><title>Packages</title></head><body><h1>Packages</h1>"
         "<p>Ask for a package by name: <code>/simple/NAME/</code>. They come from, in this order:</p>"
@@ -466,10 +470,10 @@ def _root(packages: Packages) -> Answer:
     return Answer(200, [("content-type", _TYPES["plain"]), ("content-length", str(len(body)))], body)
 
 
-def _telling(project: str, refused: Refused) -> Answer:
-    """A page with one file that cannot be had: `pip` and `uv` show why, or at least the file's version."""
-    link = Link(f"{project}-0+{_WORDS_FOR_PIP[refused.status]}.tar.gz", "")
-    place = f"/files/{_TELLING}/{project}/x{'0' * 64}/{quote(link.filename)}"
+def _explaining(project: str, refused: Refused) -> Answer:
+    """Return a page with one file that cannot be downloaded: `pip` and `uv` show the reason or at least the version."""
+    link = Link(f"{project}-0+{_SHOWN_AS_VERSION[refused.status]}.tar.gz", "")
+    place = f"/files/{_EXPLAINING}/{project}/x{'0' * 64}/{quote(link.filename)}"
     body = pages.write_html(Page(project, (link,)), lambda _link: place)
     headers = [("content-type", _TYPES["plain"]), ("content-length", str(len(body))), ("cache-control", "no-store")]
     return Answer(200, headers, body, refused=refused)
@@ -485,7 +489,7 @@ def _failed(index: Index, error: Exception) -> Refused:
 
 @contextmanager
 def _failures(index: Index) -> Iterator[None]:
-    """Turn what a download fails with into a refusal."""
+    """Turn the errors of a download into refusals."""
     try:
         yield
     except Missing:
@@ -501,5 +505,5 @@ def _failures(index: Index) -> Iterator[None]:
 def _refusal(refused: Refused) -> Answer:
     body = body_of(refused)
     headers = [("content-type", PROBLEM.decode()), ("content-length", str(len(body))), ("cache-control", "no-store")]
-    phrase = "".join(each if " " <= each <= "~" else "?" for each in words_of(refused))[:300]
+    phrase = "".join(each if " " <= each <= "~" else "?" for each in sentence_of(refused))[:300]
     return Answer(refused.status, headers, body, phrase, refused)

@@ -1,8 +1,8 @@
-"""How this host's package managers are configured: the indexes of pip, the registries of npm, Go, cargo and apt.
+"""Reads how this host's package managers are configured: the indexes of pip, the registries of npm, Go, cargo and apt.
 
-Configuration files and variables are read as the tools read them, and the defaults of a tool from the tool's own files.
-Cargo's default is inside its program: without configuration, nothing is known of it. Registries that cannot be read
-count as not configured; then a person is asked. Blocking; nothing is run and nothing is fetched.
+Reads configuration files and variables as the tools do, and a tool's defaults from its own files. Cargo's default is
+compiled in, so without configuration it is unknown. Unreadable registries count as not configured; then a person is
+asked. Blocking; runs nothing and fetches nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _MOST = 1024 * 1024
 def host_index(
     environment: Mapping[str, str] | None = None, *, root: str = "/", prefix: str = sys.prefix
 ) -> list[Index]:
-    """The indexes of the host's `pip`, the extra ones first: on those an operator has what is their own, and no package
-    of the same name elsewhere comes before it. Empty when `pip` is told to use none.
+    """Return the indexes of the host's `pip`, the extra ones first: these hold the operator's own packages, which a
+    package of the same name elsewhere must not replace. Empty when `pip` may use none.
     """
     options = _Options(os.environ if environment is None else environment, root, prefix)
     if options.truth("no-index"):
@@ -62,7 +62,7 @@ def host_index(
 def host_proxy(
     environment: Mapping[str, str] | None = None, *, root: str = "/", prefix: str = sys.prefix
 ) -> str | None:
-    """The proxy that the host's `pip` goes through; None when it goes directly."""
+    """Return the proxy of the host's `pip`, or None."""
     told = _Options(os.environ if environment is None else environment, root, prefix).get("proxy")
     if told:
         return told if "://" in told else f"http://{told}"
@@ -74,7 +74,7 @@ def host_proxy(
 
 
 def default_index() -> str:
-    """The index that `pip` uses by itself."""
+    """Return the default index of `pip`."""
     for source in _sources():
         if url := _default_of(source):
             return url
@@ -85,7 +85,7 @@ def default_index() -> str:
 
 
 def _sources() -> Iterator[str]:
-    """The texts in which a `pip` of this host says what its index is."""
+    """Yield the source texts in which a `pip` of this host defines its index."""
     spec = find_spec("pip")
     places = list(spec.submodule_search_locations or ()) if spec else []
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -102,14 +102,14 @@ def _sources() -> Iterator[str]:
 
 
 def _default_of(source: str) -> str | None:
-    """The URL of the first index that the module makes. It is read and not run: importing `pip` changes logging."""
-    # Not by `ast`: two threads that use it at once make CPython 3.11 fail ("AST constructor recursion depth mismatch").
+    """Return the URL of the first index in the source. It is not run: importing `pip` changes logging."""
+    # Without `ast`: used by two threads at once, it fails in CPython 3.11 ("AST constructor recursion depth mismatch").
     found = _FIRST_INDEX.search(source)
     return urljoin(found[2], "simple") if found else None
 
 
 class _Options:
-    """The options of `pip install`: files, the later over the earlier, and above them variables."""
+    """The options of `pip install`: later files override earlier ones, and variables override files."""
 
     def __init__(self, environment: Mapping[str, str], root: str, prefix: str):
         self._environment = environment
@@ -118,7 +118,7 @@ class _Options:
             self._read(path)
 
     def get(self, name: str) -> str | None:
-        """The value of an option; an empty one counts as none."""
+        """Return the value of an option; None if it is empty."""
         return (
             self._environment.get(f"PIP_{name.replace('-', '_').upper()}")
             or self._found.get(("install", name))
@@ -127,7 +127,7 @@ class _Options:
         )
 
     def truth(self, name: str) -> bool:
-        """The value of a switch."""
+        """Return the value of a boolean option."""
         return (self.get(name) or "").strip().lower() in {"1", "y", "yes", "t", "true", "on"}
 
     def _read(self, path: str) -> None:
@@ -147,7 +147,7 @@ class _Options:
 
 
 def _files(environment: Mapping[str, str], root: str, prefix: str) -> Iterator[str]:
-    """The files that `pip` reads, the weakest first."""
+    """Yield the files that `pip` reads, the weakest first."""
     chosen = environment.get("PIP_CONFIG_FILE")
     if chosen == os.devnull:
         return
@@ -191,7 +191,7 @@ def _is_trusted(url: str, trusted: set[str]) -> bool:
 
 
 def host_registries(environment: Mapping[str, str] | None = None, *, root: str = "/") -> tuple[HostRegistry, ...]:
-    """All that are known, each once."""
+    """Return all registries that are known, each once."""
     given = os.environ if environment is None else environment
     home = given.get("HOME") or os.path.expanduser("~")
     found = {
@@ -215,7 +215,7 @@ def _registry(manager: str, url: str) -> HostRegistry | None:
 
 
 def _npm(given: Mapping[str, str], home: str, root: str) -> Iterator[str]:
-    """The registry and those of scopes."""
+    """Yield the default registry and those of scopes."""
     program = shutil.which("npm", path=given.get("PATH"))
     package = None if program is None else Path(os.path.realpath(program)).parent.parent
     prefix = None if package is None else package.parent.parent.parent
@@ -239,7 +239,7 @@ def _npm(given: Mapping[str, str], home: str, root: str) -> Iterator[str]:
 
 
 def _go(given: Mapping[str, str], home: str) -> Iterator[str]:
-    """The proxies of modules; `direct` and `off` are none."""
+    """Yield the module proxies; `direct` and `off` are dropped by the caller."""
     program = shutil.which("go", path=given.get("PATH"))
     files = [] if program is None else [Path(os.path.realpath(program)).parent.parent / "go.env"]
     files.append(Path(given.get("GOENV") or os.path.join(given.get("XDG_CONFIG_HOME") or f"{home}/.config", "go/env")))
@@ -252,7 +252,7 @@ def _go(given: Mapping[str, str], home: str) -> Iterator[str]:
 
 
 def _cargo(given: Mapping[str, str], home: str) -> Iterator[str]:
-    """The registries and the sources that stand for the default one."""
+    """Yield the registries and the replacements of the default one."""
     folder = Path(given.get("CARGO_HOME") or f"{home}/.cargo")
     for path in (folder / "config.toml", folder / "config"):
         try:
@@ -270,7 +270,7 @@ def _cargo(given: Mapping[str, str], home: str) -> Iterator[str]:
 
 
 def _apt(root: str) -> Iterator[str]:
-    """The places of packages in both kinds of files."""
+    """Yield the URLs in both formats of source lists."""
     folder = Path(root, "etc/apt/sources.list.d")
     for path in (Path(root, "etc/apt/sources.list"), *sorted(folder.glob("*.list")), *sorted(folder.glob("*.sources"))):
         for line in _read(path).splitlines():

@@ -1,7 +1,7 @@
 """The page of one project on a package index: read from HTML or JSON, written as HTML or JSON.
 
-What an index says is not trusted: sizes and counts are bounded, and a file whose name does not belong to the project is
-left out. Pure: fetches and keeps nothing.
+An index is not trusted: sizes and counts are limited, and a file whose name does not belong to the project is left out.
+Pure.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from packaging.utils import InvalidName, InvalidWheelFilename, canonicalize_name
 from packaging.version import InvalidVersion
 
 MOST_BYTES = 64 << 20
-"""A longer page is refused."""
+"""Longer pages are refused."""
 MOST_FILES = 100_000
 JSON_TYPE = "application/vnd.pypi.simple.v1+json"
 HTML_TYPE = "application/vnd.pypi.simple.v1+html"
 ACCEPT = f"{JSON_TYPE}, {HTML_TYPE};q=0.2, text/html;q=0.1"
-"""What the front asks indexes for."""
+"""The `Accept` header for indexes."""
 
 _MOST_URL = 4096
 _MOST_NAME = 240
@@ -42,7 +42,7 @@ _URL = re.compile(r"https?://[!-~]+")
 
 
 class BadPage(Exception):
-    """An index answered with something that is no page of a project. Says what is wrong with it."""
+    """The response of an index is not a valid page. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,12 @@ class Link:
     requires_python: str | None = None
     yanked: bool | str = False
     metadata: bool | str = False
-    """Whether the file's metadata can be had by itself; the SHA-256 of it where the index says it."""
+    """Whether the index serves the file's metadata separately; its SHA-256 if the index gives it."""
     upload_time: str | None = None
 
     @property
     def token(self) -> str:
-        """What stands for the file in the front's URLs: its SHA-256, or a name made from where it lies."""
+        """The file's identifier in URLs of this index: its SHA-256, or a hash of what the index says about it."""
         if known := self.hashes.get("sha256"):
             return known
         told = json.dumps([self.url, self.size, self.upload_time, sorted(self.hashes.items())])
@@ -69,31 +69,31 @@ class Link:
 
     @property
     def digest(self) -> tuple[str, str] | None:
-        """The best hash the index gives, by algorithm and value."""
+        """The best hash that the index gives, as algorithm and value."""
         return next(((name, self.hashes[name]) for name in (*_STRONG, *_DIGESTS) if name in self.hashes), None)
 
     @property
     def sealed(self) -> bool:
-        """Whether a hash makes sure of the content, whatever way it comes."""
+        """Whether a strong hash protects the content."""
         return any(name in self.hashes for name in _STRONG)
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """What an index offers of one project."""
+    """The files of one project on an index."""
 
     project: str
     links: tuple[Link, ...] = ()
     versions: tuple[str, ...] | None = None
-    """Only where the index lists them."""
+    """Only if the index lists them."""
 
     def find(self, token: str, filename: str) -> Link | None:
-        """The file that one of the front's URLs stands for."""
+        """Find the file of a URL of this index."""
         return next((link for link in self.links if link.filename == filename and link.token == token), None)
 
 
 def project_name(text: str) -> str | None:
-    """A project's name as indexes compare it; None when it cannot be one."""
+    """Return the normalised name of a project; None when it is not valid."""
     if len(text) > _MOST_NAME:
         return None
     try:
@@ -103,7 +103,7 @@ def project_name(text: str) -> str | None:
 
 
 def belongs(filename: str, project: str) -> bool:
-    """Whether a file name is safe and that of a wheel or source archive of the project."""
+    """Whether a file name is safe and names a wheel or source archive of the project."""
     if len(filename) > _MOST_NAME or not _PLAIN.fullmatch(filename):
         return False
     if filename.endswith(".whl"):
@@ -119,7 +119,7 @@ def belongs(filename: str, project: str) -> bool:
 
 
 def read(body: bytes, content_type: str, project: str, base: str) -> Page:
-    """The page an index answered with. `base` is the URL it came from, without user and password."""
+    """Parse the response of an index. `base` is its URL, without user and password."""
     if len(body) > MOST_BYTES:
         raise BadPage(f"the page has more than {MOST_BYTES} bytes")
     kind = content_type.partition(";")[0].strip().lower()
@@ -131,7 +131,7 @@ def read(body: bytes, content_type: str, project: str, base: str) -> Page:
 
 
 def read_json(body: bytes, project: str, base: str = "") -> Page:
-    """A page in JSON, of an index or of `pack`."""
+    """Parse a JSON page, of an index or of `pack`."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -193,13 +193,13 @@ def _words(value: object) -> str | None:
 
 
 def _absolute(base: str, url: str) -> tuple[str, dict[str, str]] | None:
-    """A link's URL without its fragment, and the hash in that."""
+    """Return the absolute URL of a link without its fragment, and the hash in the fragment."""
     if len(url) > _MOST_URL:
         return None
     try:
         whole, _, fragment = urljoin(base, url.strip()).partition("#")
         parts = urlsplit(whole)
-        parts.port  # noqa: B018 -- raises when there is none that can be
+        parts.port  # noqa: B018 -- raises when it is not valid
     except ValueError:
         return None
     if not parts.hostname or not _URL.fullmatch(whole):
@@ -221,11 +221,11 @@ class _Reader(HTMLParser):
 
     @property
     def pending(self) -> int:
-        """How much was fed and not understood yet."""
+        """The length of the input that is not parsed yet."""
         return len(self.rawdata)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Take links, the base and the version; leave everything else."""
+        """Read links, the base and the version; ignore all else."""
         given = dict(reversed(attrs))
         if tag == "a" and (href := given.get("href")):
             self._seen += 1
@@ -263,14 +263,14 @@ def _read_html(body: bytes, project: str, base: str) -> Page:
     reader = _Reader(project, base)
     text = body.decode("utf-8", "replace")
     until = time.monotonic() + _MOST_PARSE_S
-    # In slices: the parser looks again and again at what it cannot understand, which is slow when that is much.
+    # In slices: the parser rescans input that it cannot parse yet, which is slow when that is long.
     try:
         for at in range(0, len(text), _SLICE):
             reader.feed(text[at : at + _SLICE])
             if reader.pending > _MOST_PENDING or time.monotonic() > until:
                 raise BadPage("the page cannot be read as HTML")
         reader.close()
-    except AssertionError:  # how the parser of some versions says that a declaration is none
+    except AssertionError:  # some versions of the parser raise it for an invalid declaration
         raise BadPage("the page cannot be read as HTML") from None
     return Page(project, tuple(reader.links))
 
@@ -278,16 +278,16 @@ def _read_html(body: bytes, project: str, base: str) -> Page:
 # --- writing
 
 Place = Callable[[Link], str]
-"""The URL that a page of the front gives a file."""
+"""Returns the URL of a file on this index."""
 
 
 def pack(page: Page) -> bytes:
-    """The page as the cache keeps it, with the URLs of the index; `read_json` reads it."""
+    """Return the page for the cache, with the URLs of the index; `read_json` reads it."""
     return write_json(page, lambda link: link.url)
 
 
 def write_json(page: Page, place: Place) -> bytes:
-    """The page in JSON."""
+    """Return the page as JSON."""
     whole = page.versions is not None and all(link.size is not None for link in page.links)
     value: dict[str, object] = {
         "meta": {"api-version": "1.1" if whole else "1.0"},
@@ -315,7 +315,7 @@ def _to_json(link: Link, place: Place) -> dict[str, object]:
 
 
 def write_html(page: Page, place: Place) -> bytes:
-    """The page in HTML."""
+    """Return the page as HTML."""
     lines = [
         "<!DOCTYPE html>",
         f'<html><head><meta name="pypi:repository-version" content="1.0"><title>{page.project}</title></head><body>',
@@ -339,14 +339,14 @@ def _anchor(link: Link, place: Place) -> str:
     return f"<a {attributes}>{html.escape(link.filename)}</a><br>"
 
 
-# --- which of the two
+# --- negotiation
 
 
 Form = Literal["json", "html", "plain"]
 
 
 def form(accept: str) -> Form:
-    """What a client that sends this `Accept` gets: `plain` is HTML under its plain type."""
+    """Choose the form for an `Accept` header: `plain` is HTML with its usual type."""
     best: tuple[float, int, Form] = (0.0, 0, "plain")
     for name, weight in _accepted(accept):
         found: tuple[int, Form] | None = None

@@ -156,7 +156,7 @@ class Outbound:
         if isinstance(error, Refused):
             if not (access.verdict.denies and access.verdict.reason):
                 access.verdict = error.verdict
-            self.refusals.append(f"{access.target or 'a request'}: {answers.words_of(error)}")
+            self.refusals.append(f"{access.target or 'a request'}: {answers.sentence_of(error)}")
         access.ended = time.time()
         unlogged = self.budget.log_refusal()
         if unlogged is None:
