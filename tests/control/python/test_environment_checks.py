@@ -41,7 +41,7 @@ def test_requirements_in_one_way_of_writing() -> None:
     for wrong in ("pandas >", "-r file", "--index-url x", "../here", ""):
         with pytest.raises(InvalidRequest, match="not a requirement"):
             requirements_of([wrong])
-    with pytest.raises(InvalidRequest, match="names a place"):
+    with pytest.raises(InvalidRequest, match="names a URL"):
         requirements_of(["x @ https://files.test/x.whl"])
 
 

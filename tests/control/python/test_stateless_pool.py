@@ -300,7 +300,10 @@ async def test_what_a_server_left_is_ended(settings: Settings) -> None:
         await settled(plane)
         [used] = plane.sessions.live()
         kept, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="kept"))
-        after = Router(settings.router, plane.sessions, plane.operations, plane.python, plane.packages, plane.metrics)
+        after = Router(
+            settings.router, plane.sessions, plane.operations, plane.own_operations, plane.python, plane.packages,
+            plane.metrics,
+        )  # fmt: skip
         await after.open()
         assert (await plane.sessions.get(used.record.id)).state is State.TERMINATED
         assert [box.record.id for box in plane.sessions.live()] == [kept.id]

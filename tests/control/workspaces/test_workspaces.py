@@ -11,7 +11,7 @@ from tests.support.s3 import S3Server
 
 from carrel.config import Settings, load
 from carrel.control.plane import ControlPlane
-from carrel.control.workspaces.stopping import KEPT
+from carrel.control.workspaces.snapshot_keeping import KEPT
 from carrel.errors import Conflict, LimitExceeded, NotFound, SnapshotDamaged
 from carrel.models import CommandRequest, Limits, SandboxRequest, State
 from carrel.models.files import StatRequest

@@ -1,5 +1,5 @@
-"""Python as operations. Each passes admission as the `python3 -c` it stands for, so that a policy that denies the
-interpreter denies this too; the audit log has the code, cut and without secrets, and the hash of all of it.
+"""Operations that run Python code. Each passes admission as the equivalent `python3 -c`, so that a policy that denies
+the interpreter denies this too. The audit log has the code, cut and without secrets, and its hash.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from carrel.models.operations import RUN_PYTHON, START_PYTHON
 from carrel.redaction.redact import Redactor
 
 Redactors = Callable[[str | None], Awaitable[Redactor]]
-"""What takes the secrets of a context, or of an ephemeral sandbox, out of what is shown."""
+"""Returns the redactor of a context, or of an ephemeral sandbox."""
 
 
 class Wanting(Protocol):
@@ -44,7 +44,7 @@ class Wanting(Protocol):
 
 
 class PythonOperations:
-    """Calls of Python."""
+    """Runs Python code in sandboxes."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class PythonOperations:
         self._packages = packages
 
     async def run(self, name: str, request: PythonRequest) -> PythonResult:
-        """Run a code to its end."""
+        """Run code to its end."""
         if request.interactive:
             raise InvalidRequest(
                 "an interactive call runs in the background", field="interactive", hint="start it, then send input"
@@ -72,14 +72,14 @@ class PythonOperations:
             return result.model_copy(update={"files_produced": list(map(redactor.text, result.files_produced))})
 
     async def start(self, name: str, request: PythonRequest) -> CommandInfo:
-        """Start a code in the background: from then on it is a command like any other."""
+        """Start code in the background: from then on it is a command like any other."""
         async with self._operations.enter(name, START_PYTHON, _asked(request)) as (box, traffic):
             body, _ = await self._body(box, request, traffic)
             info = await box.connection.start_python(body)
             return clean_info(await self._redactor(box.record.owner), info)
 
     async def execute(self, name: str, request: ExecuteRequest) -> ExecuteResult:
-        """`/execute` for Python: the same call, answered in the form of that route."""
+        """Run code for the route `/execute`, with the result of that route."""
         timeout = None if request.timeout == "default" else request.timeout
         if timeout is not None and not 0 < timeout <= MAX_PYTHON_TIMEOUT_S:
             raise InvalidRequest(
@@ -122,8 +122,8 @@ class PythonOperations:
         return json.dumps(body, separators=(",", ":")).encode(), timeout
 
     async def environment(self, box: LiveSandbox, request: Wanting) -> str | None:
-        """The name that an environment has in the sandbox, which gets it if it has it not; None for what its Python has
-        without being asked for.
+        """Return the name of the requested environment in the sandbox, attached if necessary; None for the packages of
+        the template, which need no name.
         """
         if request.env is None and request.requirements is None:
             await self._packages.ready(box)
@@ -138,7 +138,7 @@ class PythonOperations:
 
 
 def _asked(request: PythonRequest) -> dict[str, object]:
-    """Everything of a call that decides what it does."""
+    """Return everything that policy decides of a call."""
     arguments: dict[str, object] = {"command": ["python3", "-c", request.code, *request.args]}
     chosen = request.model_dump(include={"cwd", "stdin", "timeout", "requirements"}, exclude_defaults=True)
     arguments |= chosen

@@ -1,5 +1,5 @@
-"""Code contexts as operations: cells, interrupt, restart, list, delete. A cell passes admission as the `python3 -c` it
-stands for.
+"""Operations on code contexts: run cells, interrupt, restart, list, delete. A cell passes admission as the equivalent
+`python3 -c`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Named:
 
 
 class CodeContextOperations:
-    """Everything about code contexts."""
+    """The code contexts of sandboxes."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class CodeContextOperations:
         self._store = store
 
     async def run_cell(self, name: str, context: str, request: CellRequest) -> CellResult:
-        """Run a cell to its end, after those that came before it."""
+        """Run a cell to its end, after the cells before it."""
         _checked(context)
         async with self._operations.enter(name, RUN_CELL, _asked(context, request)) as (box, traffic):
             body, env = await self._body(box, context, request)
@@ -95,7 +95,7 @@ class CodeContextOperations:
     async def cell_output(
         self, name: str, context: str, cell_id: str, *, offset: int = 0, follow: bool = True
     ) -> AsyncIterator[Chunk]:
-        """What a cell prints, from `offset` on."""
+        """Yield the output of a cell from `offset` on."""
         require_id(cell_id)
         arguments = {"code_context": context, "cell": cell_id, "offset": offset}
         async with self._operations.enter(name, CELL_OUTPUT, arguments) as (box, traffic):
@@ -107,14 +107,13 @@ class CodeContextOperations:
                     yield chunk
 
     async def get_cell(self, name: str, context: str, cell_id: str) -> CellResult:
-        """The result of a cell, once there is one."""
+        """Wait for the result of a cell."""
         require_id(cell_id)
         arguments = {"code_context": context, "cell": cell_id}
         async with self._operations.enter(name, GET_CELL, arguments) as (box, traffic):
             return await self._shown(box, *await box.connection.get_cell(context, cell_id), traffic.gave)
 
     async def list(self, name: str) -> CodeContextList:
-        """The code contexts of a sandbox."""
         async with self._operations.enter(name, LIST_CODE_CONTEXTS, {}) as (box, _):
             return await box.connection.list_code_contexts()
 
@@ -129,7 +128,7 @@ class CodeContextOperations:
             return await box.connection.code_context(context, "interrupt")
 
     async def restart(self, name: str, context: str) -> CodeContextInfo:
-        """Begin anew without the variables."""
+        """Start the code context again, without its variables."""
         async with self._operations.enter(name, RESTART_CODE_CONTEXT, {"code_context": context}) as (box, _):
             return await box.connection.code_context(context, "restart")
 
@@ -143,16 +142,16 @@ class CodeContextOperations:
     # inner
 
     async def _body(self, box: LiveSandbox, context: str, request: CellRequest) -> tuple[bytes, str | None]:
-        """What the supervisor is asked for, and the environment in it."""
+        """Return the body of the request, and its environment."""
         body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
         body["timeout"] = deadline_of(request.timeout, box.record.limits.timeout_s)
         wanted: Wanting = request
         had = await self._recalled(box, context)
         if request.env is None and request.requirements is None and had is not None:
-            wanted = _Named(had)  # its sandbox may have started anew, here or on another server
+            wanted = _Named(had)  # the sandbox may have been restarted, here or on another server
         env = body["env"] = await self._environment(box, wanted)
         if had is None:
-            await self._remember(box, context, env)  # also if the cell takes the sandbox with it
+            await self._remember(box, context, env)  # before the run: the cell may end the sandbox
         return json.dumps(body, separators=(",", ":")).encode(), env
 
     async def _recalled(self, box: LiveSandbox, context: str) -> str | None:
@@ -185,7 +184,7 @@ def _checked(context: str) -> None:
 
 
 def _asked(context: str, request: CellRequest) -> dict[str, object]:
-    """Everything of a cell that decides what it does."""
+    """Return everything that policy decides of a cell."""
     arguments: dict[str, object] = {"command": ["python3", "-c", request.code], "code_context": context}
     arguments |= request.model_dump(include={"timeout", "requirements"}, exclude_defaults=True)
     if request.variables:
@@ -196,7 +195,7 @@ def _asked(context: str, request: CellRequest) -> dict[str, object]:
 
 
 def clean_cell(redactor: Redactor, result: CellResult) -> CellResult:
-    """A cell as it may be shown."""
+    """Remove secrets from the result of a cell."""
     fault = result.error
     changes: dict[str, object] = {
         "stdout": redactor.text(result.stdout),
@@ -214,7 +213,7 @@ def _clean(redactor: Redactor, shown: RichResult) -> RichResult:
             try:
                 data[form] = base64.b64encode(redactor.data(base64.b64decode(text, validate=True))).decode()
             except (binascii.Error, ValueError):
-                continue  # no image
+                continue  # not base64
         else:
             data[form] = redactor.text(text)
     return RichResult(kind=shown.kind, data=data)

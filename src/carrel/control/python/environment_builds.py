@@ -1,8 +1,8 @@
-"""Resolving requirements and building environments, each in an ephemeral sandbox of its own, under the policy of
-whoever asked and with the package front as its only way out.
+"""Resolves requirements and builds environments, each in an ephemeral sandbox of its own, under the policy of the
+requester. Its only network is the package index of the proxy.
 
-Two sandboxes, because source packages run code while they are resolved: what they leave running, or say of the lock,
-must not touch what is built by it. What comes out of either is hostile.
+Two sandboxes, because source packages run code while they are resolved: that code must not touch the build. The output
+of both is hostile input.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from carrel.workspaces.environments import MANIFEST, Draft, Shelf
 log = logging.getLogger("carrel.environments")
 
 Say = Callable[[str], None]
-"""Told what goes on, a line at a time."""
+"""Gets the progress, line by line."""
 
 MOST_WORDS = 4000
 MOST_RECORD = 8 * 1024 * 1024
@@ -56,13 +56,13 @@ _ENVIRONMENT = {
 
 
 def shared(shelf: Shelf) -> dict[str, str]:
-    """What every sandbox sees of the server: the environments, and the tools to make more. Blocking."""
+    """Return the directories that every sandbox sees: the environments, and the tools to build them. Blocking."""
     return {ENVIRONMENTS: shelf.path, **shared_tools()}
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """An environment as it was built."""
+    """An environment that was built."""
 
     draft: Draft
     python: str
@@ -83,7 +83,7 @@ class Builder:
         self._timeout_s = timeout_s
 
     async def resolve(self, wanted: Wanted, asker: Asker, say: Say) -> Lock:
-        """The lock of a request; `InvalidRequest` with the resolver's own words when there is none."""
+        """Resolve a request; `InvalidRequest` with the message of the resolver when that fails."""
         command = [
             UV,
             "pip",
@@ -105,7 +105,7 @@ class Builder:
         return lock_of(said)
 
     async def build(self, wanted: Wanted, lock: Lock, asker: Asker, say: Say) -> Built:
-        """An environment of a lock, as a draft that is checked and has its description."""
+        """Build the environment of a lock, as a checked draft with its description."""
         python = f"{WORKSPACE}/{_PLACE}/bin/python"
         install = [UV, "pip", "install", "--require-hashes", "--no-deps", "--compile-bytecode", "--python", python]
         install += ["-r", f"{WORKSPACE}/lock.txt"]
@@ -180,7 +180,7 @@ class Builder:
     async def _run(
         self, box: SandboxInfo, command: list[str], say: Say | None, *, what: str, stdin: str | None = None
     ) -> str:
-        """What a command says; what it says besides is told as it comes."""
+        """Run a command and return its standard output; pass its standard error on as progress."""
         request = CommandRequest(command=command, env=_ENVIRONMENT, timeout=self._timeout_s, stdin=stdin)
         started = await self._operations.start_command(box.id, request)
         lines = Lines(say)
@@ -204,7 +204,7 @@ class Builder:
 
 
 class Lines:
-    """Output as lines, told one by one."""
+    """Splits output into lines and passes them on."""
 
     def __init__(self, say: Say | None):
         self._say = say
@@ -212,7 +212,6 @@ class Lines:
         self._held = ""
 
     def feed(self, data: bytes) -> None:
-        """Some more of it."""
         self._held += self._decoder.decode(data)
         *lines, self._held = self._held.split("\n")
         self._held = self._held[-_MOST_LINE:]
@@ -220,7 +219,6 @@ class Lines:
             self._tell(line)
 
     def flush(self) -> None:
-        """The rest of it."""
         self._tell(self._held)
         self._held = ""
 
@@ -231,7 +229,7 @@ class Lines:
 
 
 def described(draft: Draft, wanted: Wanted) -> Built:
-    """What a draft holds, by its own files. They may say anything: only what has the right form is taken. Blocking."""
+    """Describe a draft by its own files. They are hostile input: only entries of the right form are taken. Blocking."""
     configuration = _read(os.path.join(draft.path, "pyvenv.cfg"), 64 * 1024)
     version = _VERSION.search(configuration)
     packages = os.path.join(draft.path, "lib", f"python{wanted.version}", "site-packages")
@@ -261,7 +259,7 @@ def described(draft: Draft, wanted: Wanted) -> Built:
 
 
 def modules(record: str, project: str) -> list[str]:
-    """The modules that a package has, by its list of files: the one it is called by, or else all that are public."""
+    """Return the modules of a package by its list of files: the one with its name, else all public ones."""
     found: Mapping[str, None] = dict.fromkeys(
         top
         for line in record.splitlines()

@@ -1,5 +1,5 @@
-"""What an environment is asked to be: requirements, interpreter, where packages come from; and the lock that comes of
-it. Pure but for looking which interpreters the host has; makes nothing.
+"""The request for an environment: requirements, interpreter, registries; and the lock that it resolves to. Pure, except
+for reading which interpreters the host has.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _HASH = re.compile(r"    --hash=(sha(?:256|384|512):[0-9a-f]{64,128})( \\)?")
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """For whom an environment is built: under whose policy, and with whose limits."""
+    """The requester of an environment, whose policy and limits apply to the build."""
 
     context_id: str | None = None
     template: str | None = None
@@ -43,20 +43,20 @@ class Asker:
 
     @classmethod
     def of(cls, record: SessionRecord) -> Asker:
-        """Whoever has a session."""
+        """Return the requester for a session."""
         kept = {"cpus", "memory_mb", "processes"}
         limits = Limits.model_validate(record.limits.model_dump(include=kept, exclude_none=True))
         return cls(record.context_id, record.template, record.id, record.provider, record.trust, limits)
 
     @property
     def name(self) -> str | None:
-        """What its secrets are found by."""
+        """The name under which its secrets are found."""
         return self.context_id or self.sandbox_id or None
 
 
 @dataclass(frozen=True, slots=True)
 class Lock:
-    """Exactly which packages, and which files of them."""
+    """The exact packages, with the hashes of their files."""
 
     text: str
     packages: tuple[tuple[str, str], ...]
@@ -64,7 +64,7 @@ class Lock:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request that can be resolved."""
+    """A request that is ready to be resolved."""
 
     requirements: tuple[str, ...]
     version: str
@@ -75,25 +75,25 @@ class Wanted:
 
     @property
     def key(self) -> str:
-        """Equal for requests that have the same answer for as long as the indexes do not change."""
+        """Equal for requests that resolve alike as long as the indexes do not change."""
         said = [self.requirements, self.version, self.interpreter, self.registries, self.rules, self.index]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
     def hash(self, lock: Lock) -> str:
-        """Of all that decides the content. The registries are in it because source packages are built with what those
-        have: who has others must not share what comes of it.
+        """Return a hash of everything that decides the content. It includes the registries, because source packages are
+        built with packages from them: requesters with other registries must not share the result.
         """
         said = [lock.text, self.version, self.interpreter, self.registries, platform.machine()]
         return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def name_of(key: bytes, hash: str) -> str:
-    """The name of an environment: nobody without the key can make it up from the hash of a lock."""
+    """Return the name of an environment: nobody without the key can compute it from the hash of a lock."""
     return hmac.new(key, hash.encode(), hashlib.sha256).hexdigest()[:40]
 
 
 def requirements_of(given: Iterable[str]) -> tuple[str, ...]:
-    """Requirements in one way of writing; `InvalidRequest` for what is none, or names a place."""
+    """Normalize requirements; `InvalidRequest` for one that is not valid, or names a URL."""
     found = set()
     for text in given:
         try:
@@ -106,7 +106,7 @@ def requirements_of(given: Iterable[str]) -> tuple[str, ...]:
             ) from None
         if parsed.url is not None:
             raise InvalidRequest(
-                f"'{text[:200]}' names a place: an environment is built from the registries of the policy alone",
+                f"'{text[:200]}' names a URL: an environment is built only from the registries of the policy",
                 field="requirements",
                 hint="install it into the workspace's own virtual environment with pip",
             )
@@ -116,7 +116,7 @@ def requirements_of(given: Iterable[str]) -> tuple[str, ...]:
 
 
 def interpreters(places: Sequence[str] = PLACES) -> dict[str, str]:
-    """The interpreters that sandboxes have, by version: `3.11` to its path. Blocking."""
+    """Return the interpreters of sandboxes by version: `3.11` to its path. Blocking."""
     found: dict[str, str] = {}
     for place in places:
         try:
@@ -131,7 +131,7 @@ def interpreters(places: Sequence[str] = PLACES) -> dict[str, str]:
 
 
 def interpreter_of(version: str | None) -> tuple[str, str]:
-    """The version and the path of the interpreter to use; refused with what there is. Blocking."""
+    """Return the version and the path of the interpreter to use; an error lists the available ones. Blocking."""
     found = interpreters()
     if version is None:
         match = _INTERPRETER.fullmatch(os.path.basename(os.path.realpath("/usr/bin/python3")))
@@ -152,7 +152,7 @@ def wanted(
     host: Sequence[Index],
     index: str | None,
 ) -> Wanted:
-    """A request under a policy; `host` are the indexes where the policy names none. Refuses an index it has not."""
+    """Return a request under a policy; `host` are the indexes if the policy names none. Refuses an unknown index."""
     rules = Rules(policy, indexes=host).packages
     if not rules.enabled:
         raise InvalidRequest("this agent may not install packages", field="requirements")
@@ -174,8 +174,8 @@ def wanted(
 
 
 def lock_of(text: str) -> Lock:
-    """The lock that a resolver wrote, in one way of writing. It comes from inside a sandbox: nothing but pinned
-    packages with hashes is taken.
+    """Normalize the lock that a resolver wrote. It comes from inside a sandbox: only pinned packages with hashes are
+    accepted.
     """
     if len(text) > MOST_LOCK:
         raise InvalidRequest("the requirements need too many packages", field="requirements", hint="ask for less")
@@ -188,7 +188,9 @@ def lock_of(text: str) -> Lock:
         elif (match := _HASH.fullmatch(line)) and entries:
             entries[-1][3].append(match[1])
         else:
-            raise InvalidRequest(f"the resolver said what is no lock: {line[:200]!r}", field="requirements")
+            raise InvalidRequest(
+                f"the resolver wrote a line that is not part of a lock: {line[:200]!r}", field="requirements"
+            )
     if not entries or not all(each[3] for each in entries):
         raise InvalidRequest("the resolver gave no hashes", field="requirements", hint="choose another index")
     entries.sort()

@@ -1,4 +1,6 @@
-"""Who holds which environment. A context, or an ephemeral session, holds an environment until it lets go or is gone."""
+"""Which contexts use which environment. A context, or an ephemeral session, holds an environment until it releases it
+or ends.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,26 @@ class EnvironmentHolds(Attachment):
         """By the name of the environment."""
 
     async def read(self) -> None:
-        """Read the holders anew: sessions may have ended, here or on another server."""
+        """Read the holders again: sessions may have ended, here or on another server."""
         self.holders = await self._store.held(self._being_forked)
 
     def of(self, name: str) -> set[str]:
-        """The holders of an environment."""
         return self.holders.get(name, set())
 
     async def hold(self, name: str, holder: str, at: float) -> None:
-        """Write down that an environment is held and was used at that time."""
+        """Record that an environment is held, and was used at that time."""
         await self._store.used(name, at, holder)
         self.holders.setdefault(name, set()).add(holder)
 
     async def release(self, name: str, holder: str) -> bool:
-        """Let go of an environment; says whether it was held."""
-        # Before it is written: a holder that is remembered would not be written down again.
+        """Release an environment; return whether it was held."""
+        # Before the store: a holder that is still in memory would not be stored again.
         self.of(name).discard(holder)
         return await self._store.release(holder, name)
 
     async def fork(self, fork: Fork) -> None:
-        """A fork holds what its origin does: its own virtual environment may sit on top of it. It holds that before it
-        has a session.
+        """Let a fork hold the environments of its origin, before it has a session: its virtual environment may be based
+        on one.
         """
         fork.finished.callback(self._being_forked.discard, fork.context_id)
         fork.undo.push_async_callback(self._release_all, fork.context_id)

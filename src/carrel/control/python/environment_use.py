@@ -1,5 +1,5 @@
-"""Environments as operations: build, attach, detach. Each passes admission, the first two as the `pip install` that
-they stand for.
+"""Operations on environments: build, attach, detach. Each passes admission, the first two as the equivalent `pip
+install`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from carrel.store.environments import EnvironmentRecord
 
 
 class EnvironmentUse:
-    """What callers do with environments."""
+    """The operations of callers on environments."""
 
     def __init__(
         self,
@@ -44,8 +44,8 @@ class EnvironmentUse:
         self._operations = operations
 
     async def build(self, request: EnvironmentBuild, say: Say | None = None) -> EnvironmentInfo:
-        """Build an environment under the policy of the server, and call it by its label."""
-        asked = requirements_of(request.requirements)  # before it is decided: none of them is an option
+        """Build an environment under the policy of the server, and give it its label."""
+        asked = requirements_of(request.requirements)  # before the decision: this refuses options of pip
         arguments = {"command": ["pip", "install", *asked], "name": request.name}
         async with self._operations.admit(BUILD_ENV, arguments):
             record = await self._environments.ensure(request, Asker(), say)
@@ -54,27 +54,26 @@ class EnvironmentUse:
             return self._environments.info(record)
 
     async def attach(self, name: str, request: EnvironmentAttach, say: Say | None = None) -> EnvironmentInfo:
-        """An environment for a running sandbox, built when there is none yet. It is seen there at once; while the
-        session lasts, it stays.
+        """Attach an environment to a running sandbox, built if there is none yet. The sandbox sees it at once, until
+        the session ends.
         """
         box = await self._sessions.find(name)
-        self._operations.require_open(box)  # it can be the Python of whatever runs there next
+        self._operations.require_open(box)  # the environment can become the Python of later calls
         box.provider.require(Capability.ENVIRONMENTS)
         if request.template:
             return await self._packages.info(box, say)
         request = await self._here(request, box.record)
         asker, holder = Asker.of(box.record), box.record.owner
         known = None if request.env is None else self._environments.find(request.env, holder)
-        # One that is named may have been built under another policy: all that it holds is decided.
+        # A named environment may have been built under another policy: all its packages are decided.
         named = request.requirements or () if known is None else [each["name"] for each in known.packages]
         asked = requirements_of(named)
         arguments = {"command": ["pip", "install", *asked], "env": request.env}
 
         async def find() -> EnvironmentRecord:
             if known is not None:
-                return self._environments.known(known.name) or self._environments.find(
-                    known.name
-                )  # its label may have moved
+                # its label may have moved
+                return self._environments.known(known.name) or self._environments.find(known.name)
             wanted = EnvironmentRequest(
                 requirements=request.requirements or [], python=request.python, index=request.index
             )
@@ -94,12 +93,11 @@ class EnvironmentUse:
                 box.touch()
 
     async def list(self, name: str) -> EnvironmentList:
-        """The environments that a session has."""
         record = await self._kept(name)
         return await self._environments.of(record.owner)
 
     async def detach(self, name: str, env: str) -> None:
-        """Let go of an environment, so that it may be removed when nobody else has it."""
+        """Release an environment, so that it may be removed when nobody else holds it."""
         record = await self._kept(name)
         running = [each for each in self._sessions.live() if each.record.id == record.id]
         for box in running:
@@ -110,7 +108,9 @@ class EnvironmentUse:
                 box.attached.clear()
 
     async def _here(self, request: EnvironmentAttach, record: SessionRecord) -> EnvironmentAttach:
-        """A request by a name that the session has on another server and nobody has here, as what it asks for."""
+        """Return a request by requirements for a name that the session holds on another server and that is unknown
+        here.
+        """
         holder = record.owner
         try:
             if request.env is not None:
@@ -123,10 +123,10 @@ class EnvironmentUse:
         return request
 
     async def _kept(self, name: str) -> SessionRecord:
-        """A session that has not been terminated."""
+        """Return the record of a session that is not terminated."""
         record = await self._sessions.record(name)
         if record.state is State.TERMINATED:
-            await self._sessions.find(name)  # says so
+            await self._sessions.find(name)  # raises
         return record
 
     async def _base(self, name: str, path: str) -> None:

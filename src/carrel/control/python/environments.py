@@ -1,8 +1,9 @@
-"""Environments: sets of Python packages that are built and kept once, and seen by every sandbox that knows their name.
+"""Environments: sets of Python packages that are built and stored once, and usable in every sandbox that knows their
+name.
 
-A name is told to nobody but those whose contexts have the environment, or built it; what has a label is for everybody,
-by that. One resolution for a request and one build for a lock, however many ask. What is in use is never removed: an
-environment is held by a context, or by an ephemeral session, from when it is attached until the session is terminated.
+Only callers whose contexts hold or built an environment see its name; one with a label is for everybody, by the label.
+However many ask, a request is resolved once and a lock is built once. An environment in use is never removed: a
+context, or an ephemeral session, holds it from the attachment until the session is terminated.
 """
 
 from __future__ import annotations
@@ -42,30 +43,30 @@ from carrel.workspaces.environments import Shelf
 log = logging.getLogger("carrel.environments")
 
 RESOLVED_S = 3600.0
-"""For this long the same request has the same lock without asking an index again."""
+"""How long a request keeps its lock before the index is asked again."""
 MOST_RESOLVED = 1024
 GRACE_S = 60.0
-"""For this long after its last use an environment that nobody holds is not removed: somebody may be about to."""
+"""How long after its last use an environment that nobody holds is kept: somebody may be about to hold it."""
 USED_S = 60.0
-"""How old the time of the last use may be."""
+"""How old the stored time of the last use may be."""
 LOOKED_S = 10.0
-"""How long an interpreter that the host has got or lost may stay unseen."""
+"""How long a new or removed interpreter of the host may go unnoticed."""
 MOST_INTERPRETERS = 64
 PARALLEL = 4
 MOST_SAID = 1000
 DAY_S = 86_400.0
 EPHEMERAL = "eph-"
-"""What the id of an ephemeral session begins with, which is nobody's context."""
+"""The prefix of the ids of ephemeral sessions, which have no context."""
 
 Clean = Callable[[str | None, str], Awaitable[str]]
-"""A text as it may be shown in a context, or in an ephemeral sandbox."""
+"""Removes the secrets of a context, or of an ephemeral sandbox, from a text."""
 Say = Callable[[str], None]
 T = TypeVar("T")
 Records = list[EnvironmentRecord]
 
 
 class Work(Generic[T]):
-    """Something under way that many wait for; whoever comes late hears what was said before."""
+    """Work that many callers wait for; a late caller gets the earlier progress lines too."""
 
     def __init__(self) -> None:
         self.task: asyncio.Task[T]
@@ -73,14 +74,14 @@ class Work(Generic[T]):
         self._listeners: set[Say] = set()
 
     def say(self, line: str) -> None:
-        """Tell everybody who waits."""
+        """Pass a progress line to everybody who waits."""
         if len(self._said) < MOST_SAID:
             self._said.append(line)
         for listener in list(self._listeners):
             listener(line)
 
     async def wait(self, say: Say) -> T:
-        """Its end. Whoever stops waiting does not stop it."""
+        """Wait for the end. A caller that stops waiting does not stop the work."""
         for line in self._said:
             say(line)
         self._listeners.add(say)
@@ -91,7 +92,7 @@ class Work(Generic[T]):
 
 
 class Environments:
-    """The environments of one server. `open` it before it is used, `close` it while sandboxes can still be ended."""
+    """The environments of one server. `open` it before use, `close` it while sandboxes can still be ended."""
 
     def __init__(
         self,
@@ -123,7 +124,7 @@ class Environments:
         self.grace_s = GRACE_S
 
     async def open(self) -> None:
-        """Bring the records and the disk together, and remove what was left unfinished."""
+        """Make records and disk agree, and remove unfinished builds."""
         records = {record.name: record for record in await self._store.all()}
         there = set(await asyncio.to_thread(self._shelf.sweep, list(records)))
         await self._store.forget(records.keys() - there)
@@ -132,7 +133,7 @@ class Environments:
         self._answers = await self._store.answers()
 
     async def close(self) -> None:
-        """Break off what is being built."""
+        """Cancel the builds under way."""
         tasks: list[asyncio.Task[Any]] = [work.task for work in self._resolving.values()]
         tasks += [work.task for work in self._building.values()]
         for task in tasks:
@@ -142,8 +143,8 @@ class Environments:
     # finding
 
     def find(self, name: str, holder: str | None = None) -> EnvironmentRecord:
-        """An environment by its name or a label; `NotFound` also for one that is out of the reach of who asks, unless
-        `holder` has it.
+        """Return an environment by its name or a label; `NotFound` also when it is out of the reach of the caller,
+        unless `holder` has it.
         """
         found = self._known.get(name)
         if found is None:
@@ -155,22 +156,21 @@ class Environments:
         return found
 
     async def had_elsewhere(self, name: str, holder: str) -> EnvironmentRequest | None:
-        """What one context has by this name on another server, to be had here too."""
+        """Return the request that builds an environment which a context holds on another server."""
         found = await self._store.had_elsewhere(holder, name)
         if found is None:
             return None
         return EnvironmentRequest(requirements=found[0], python=".".join(found[1].split(".")[:2]))
 
     def known(self, name: str) -> EnvironmentRecord | None:
-        """An environment by its name, if it is there."""
+        """Return an environment by its name, if it exists."""
         return self._known.get(name)
 
     def records(self) -> Iterable[EnvironmentRecord]:
-        """Every environment."""
         return self._known.values()
 
     async def list(self) -> EnvironmentList:
-        """Every environment that who asks may use, the last used first."""
+        """List the environments that the caller may use, the last used first."""
         async with self._holds.lock:
             await self._holds.read()
         found = sorted(filter(self._visible, self._known.values()), key=lambda each: (-each.last_used_at, each.name))
@@ -180,7 +180,7 @@ class Environments:
         return bool(record.labels) or self._reached(record)
 
     def _reached(self, record: EnvironmentRecord) -> bool:
-        """Whether a context that has an environment, or built it, is within the reach of who asks."""
+        """Whether the caller reaches a context that holds an environment or built it."""
         reaches = caller.get().identity.reaches
         if reaches(None):
             return True
@@ -188,8 +188,8 @@ class Environments:
         return any(map(reaches, holders if record.built_by is None else {record.built_by, *holders}))
 
     def info(self, record: EnvironmentRecord) -> EnvironmentInfo:
-        """As the API shows it to who asks. The name would be enough to run it in any sandbox, whatever its policy: one
-        that is only known by a label is shown by that until it was attached.
+        """Describe an environment to the caller. The name alone would let any sandbox run it, whatever its policy: so
+        an environment that the caller only knows by its label is shown by that, until it is attached.
         """
         told, by = self._reached(record) or not record.labels, record.built_by
         return EnvironmentInfo(
@@ -213,8 +213,8 @@ class Environments:
     async def ensure(
         self, request: EnvironmentRequest, asker: Asker, say: Say | None = None, *, as_before: bool = False
     ) -> EnvironmentRecord:
-        """The environment of a request: the one that lies ready, or one that is built now. With `as_before` the one
-        that the same request came to under the same policy, whatever an index has that is newer.
+        """Return the environment of a request, built now if there is none. With `as_before` the one that the same
+        request resolved to before under the same policy, even if an index has newer packages.
         """
         tell = say or _silently
         requirements = requirements_of(request.requirements)
@@ -266,7 +266,7 @@ class Environments:
         if work is None:
             async with self._holds.lock:
                 known = self._known.get(name)
-                if known is not None and self._shelf.has(name):  # one look: a thread would cost more
+                if known is not None and self._shelf.has(name):  # one stat: a thread would cost more
                     return known
             work = self._building.get(name)
         if work is None:
@@ -297,12 +297,12 @@ class Environments:
         await asyncio.to_thread(self._shelf.sync, built.draft)
         async with self._holds.lock:
             await asyncio.to_thread(self._shelf.place, built.draft, name)
-            await self._store.put(record)  # killed before this, the next start removes what is on the shelf
+            await self._store.put(record)  # if killed before this, the next start removes the files
             self._known[name] = record
         return record
 
     async def _with_words(self, asker: Asker, work: Work[Any], act: Callable[[Say], Awaitable[T]]) -> T:
-        """Do something whose words are shown only when they are clean."""
+        """Run work whose progress lines are shown only after secrets are removed."""
         lines: asyncio.Queue[str | None] = asyncio.Queue(MOST_SAID)
 
         def hear(line: str) -> None:
@@ -339,12 +339,12 @@ class Environments:
     # using
 
     async def hold(self, find: Callable[[], Awaitable[EnvironmentRecord]], holder: str) -> EnvironmentRecord:
-        """What `find` gives, held by a context or an ephemeral session from now on."""
+        """Return the environment that `find` returns, held by a context or an ephemeral session from now on."""
         for _ in range(3):
             record = await find()
             async with self._holds.lock:
                 if record.name not in self._known:
-                    continue  # it was removed in this very moment
+                    continue  # it was removed meanwhile
                 now = time.time()
                 record = self._known[record.name]
                 if holder not in self._holds.of(record.name) or now - record.last_used_at > USED_S:
@@ -354,24 +354,24 @@ class Environments:
         raise PlatformError("the environment is removed as often as it is built", hint="the disk may be full")
 
     async def of(self, holder: str) -> EnvironmentList:
-        """What a context, or an ephemeral session, holds."""
+        """List the environments that a context, or an ephemeral session, holds."""
         names = await self._store.holds(holder)
         return EnvironmentList(items=[self.info(self._known[name]) for name in names if name in self._known])
 
     async def release(self, name: str, holder: str) -> None:
-        """Let go of an environment; it can still be used there while it lasts."""
+        """Release an environment; the sandbox can still use it while it exists."""
         record = self.find(name, holder)
         async with self._holds.lock:
             if not await self._holds.release(record.name, holder):
                 raise NotFound(f"'{holder}' does not have the environment '{name}'", field="env")
 
     async def label(self, record: EnvironmentRecord, label: str) -> EnvironmentRecord:
-        """Call an environment by a label, which is taken off any other. Whoever gives it one is about to use it."""
+        """Give an environment a label, and take it from any other. Counts as a use."""
         if label in self._known:
             raise Conflict(f"'{label}' is the name of an environment", field="name", hint="choose another label")
         async with self._holds.lock:
             if record.name not in self._known:
-                raise Conflict("the environment was removed in this very moment", field="name", hint="build it again")
+                raise Conflict("the environment was removed meanwhile", field="name", hint="build it again")
             now = time.time()
             await self._store.label(label, record.name)
             await self._store.used(record.name, now)
@@ -386,7 +386,7 @@ class Environments:
     # removing
 
     async def remove(self, name: str) -> None:
-        """Remove an environment; `Conflict` when a session has it."""
+        """Remove an environment; `Conflict` when a session holds it."""
         record = self.find(name)
         async with self._holds.lock:
             await self._holds.read()
@@ -400,7 +400,7 @@ class Environments:
         await self._delete(gone)
 
     async def evict(self) -> int:
-        """Remove what nobody holds and is too old, or too much, or fills the disk; how many were removed."""
+        """Remove environments that nobody holds and that are too old, or take too much space; return how many."""
         removed = 0
         for record in sorted(self._known.values(), key=lambda each: each.last_used_at):
             async with self._holds.lock:
@@ -412,7 +412,7 @@ class Environments:
                 if self._holds.of(record.name):
                     continue
                 gone = await self._retire(record.name)
-            log.info("environment %s was not used for long and is removed", record.name)
+            log.info("environment %s was not used for a long time and is removed", record.name)
             await self._delete(gone)
             removed += 1
         return removed
@@ -445,4 +445,4 @@ def _silently(_line: str) -> None:
 
 def _heard(task: asyncio.Task[T]) -> None:
     if not task.cancelled():
-        task.exception()  # nobody may be left to hear it
+        task.exception()  # mark it as retrieved: nobody may wait for it

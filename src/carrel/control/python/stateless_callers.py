@@ -1,6 +1,6 @@
-"""The routing table of calls without a context: which sandbox a call gets, who waits, and whose turn it is.
+"""The routing table of calls without a context: which sandbox a call gets, which calls wait, and in which order.
 
-Pure: no I/O, no clock, no tasks. Whoever has the table tells it what happened, and does what it says.
+Pure: no I/O, no clock, no tasks. Its owner reports events and carries out the moves that it returns.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from typing import Literal
 from carrel.config import RouterSettings
 
 Owner = tuple[str, str | None]
-"""Whose calls a sandbox runs: the name of a token, and its namespace."""
+"""The caller whose calls a sandbox runs: the subject of a token, and its namespace."""
 State = Literal["starting", "idle", "busy", "emptying", "ending"]
 _MEMORY_STEP = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is held in a sandbox, as its last answer told."""
+    """The memory that a sandbox uses, by its last answer."""
 
     memory_bytes: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """A sandbox in the table. One without an owner is a spare: nothing has run in it."""
+    """A sandbox in the table. One without an owner is a spare that nobody used."""
 
     template: str | None
     owner: Owner | None
     state: State
     id: str = ""
     reusable: bool = False
-    """Whether it can be emptied; else it runs one call only."""
+    """Whether it can be emptied; else it runs only one call."""
     entered: bool = False
-    """Whether its owner was admitted to it."""
+    """Whether its owner's use of it was admitted."""
     slow: bool = False
-    """Whether it takes long to be emptied: nobody counts on it then."""
+    """Whether emptying takes long: then no call waits for it."""
     envs: set[str] = field(default_factory=set)
     used_at: float = 0.0
     load: Load = Load()
@@ -55,18 +55,18 @@ class Wish:
 
 @dataclass(slots=True)
 class Moves:
-    """What is to be done now."""
+    """The actions to carry out now."""
 
     given: list[tuple[Wish, Place]] = field(default_factory=list)
-    """Who gets which sandbox. One that is `starting` has to be started first."""
+    """Which call gets which sandbox. One in state `starting` has to be started first."""
     to_end: list[Place] = field(default_factory=list)
-    """Those that are to make room."""
+    """Sandboxes to end, to make room."""
     refused: list[Wish] = field(default_factory=list)
-    """Those that are too many to wait."""
+    """Calls that are refused because too many wait."""
 
 
 class RoutingTable:
-    """The sandboxes there are, and the calls that wait."""
+    """The sandboxes, and the calls that wait."""
 
     def __init__(self, settings: RouterSettings):
         self.settings = settings
@@ -75,27 +75,25 @@ class RoutingTable:
 
     @property
     def waiting(self) -> int:
-        """How many calls wait."""
         return sum(map(len, self._lines.values()))
 
     @property
     def memory_bytes(self) -> int:
-        """How much all the sandboxes held when they last answered."""
+        """The memory of all sandboxes, by their last answers."""
         return sum(each.load.memory_bytes for each in self.places)
 
     @property
     def idle(self) -> int:
-        """How many sandboxes nobody uses."""
         return sum(each.state == "idle" for each in self.places)
 
     def ask(self, owner: Owner, template: str | None, env: str | None) -> Wish:
-        """A call comes; `match` says what it gets."""
+        """Add a call; `match` decides which sandbox it gets."""
         wish = Wish(owner, template, env)
         self._lines.setdefault(owner, deque()).append(wish)
         return wish
 
     def leave(self, wish: Wish) -> None:
-        """A call waits no longer."""
+        """Remove a call that waits no longer."""
         line = self._lines.get(wish.owner)
         if line is not None and wish in line:
             line.remove(wish)
@@ -103,13 +101,13 @@ class RoutingTable:
                 del self._lines[wish.owner]
 
     def forget(self, place: Place) -> None:
-        """A sandbox is gone."""
+        """Remove a sandbox that has ended."""
         self.places.pop(place, None)
 
     def match(self) -> Moves:
-        """Give what is free to those who wait, to each caller in turn. One whose turn it is and for whom nothing fits
-        gets room made before another gets what is free. Those that are too many to wait are refused, the last of the
-        longest line first.
+        """Give free sandboxes to waiting calls, to each caller in turn. If no free sandbox fits the caller whose turn
+        it is, room is made for it before another caller gets one. Calls beyond the limit of the queue are refused, the
+        last of the longest queue first.
         """
         moves = Moves()
         while self._serve(moves):
@@ -125,7 +123,7 @@ class RoutingTable:
         return moves
 
     def _serve(self, moves: Moves) -> bool:
-        """One turn for each caller; whether somebody got something."""
+        """Serve each caller once; return whether any call got a sandbox."""
         served, missing = False, 0
         counted_on: set[Place] = set()
         for owner in list(self._lines):
@@ -145,19 +143,21 @@ class RoutingTable:
         return served
 
     def spare(self, template: str | None) -> Place | None:
-        """One to be started ahead, where one is missing and nobody needs the room."""
+        """Return a spare to start, if one is missing and no call needs the room."""
         spares = sum(each.owner is None and each.template == template for each in self.places)
         if self._lines or spares >= self.settings.spares or len(self.places) >= self.settings.max_sandboxes:
             return None
         return self._new(template, None)
 
     def _wait(self, wish: Wish, counted_on: set[Place]) -> bool:
-        """Whether a call gets one of the caller's that is about to be ready, as no other of the caller's is free."""
+        """Whether a call should wait for a sandbox of its caller that is being emptied, because no other is free."""
         own = any(each.state == "idle" and each.owner is not None for each in self._fitting(wish))
         return not own and self._count_on(wish, counted_on, "emptying")
 
     def _take(self, wish: Wish) -> Place | None:
-        """Of the template: one of the caller's with the environment, one of the caller's, a spare, a new one."""
+        """Take a sandbox of the template, in this order: one of the caller with the environment, one of the caller, a
+        spare, a new one.
+        """
         idle = [each for each in self._fitting(wish) if each.state == "idle"]
         if idle:
             place = max(idle, key=lambda each: _merit(each, wish))
@@ -171,7 +171,7 @@ class RoutingTable:
         return (each for each in self.places if each.template == wish.template and each.owner in {wish.owner, None})
 
     def _count_on(self, wish: Wish, counted_on: set[Place], *states: State) -> bool:
-        """Whether there is a sandbox in such a state that nobody before this one counts on."""
+        """Whether a sandbox in one of these states is left that no earlier call waits for."""
         for each in self._fitting(wish):
             if each.state in states and not each.slow and each not in counted_on:
                 counted_on.add(each)
@@ -179,7 +179,7 @@ class RoutingTable:
         return False
 
     def _make_room(self, wanted: int, moves: Moves, kept: Collection[Place]) -> None:
-        """End those that nobody uses nor counts on, as many as are wanted, the longest unused first."""
+        """End as many idle sandboxes as wanted, except those that calls wait for, the longest unused first."""
         room = self.settings.max_sandboxes - len(self.places)
         missing = wanted - room - sum(each.state == "ending" for each in self.places)
         if missing > 0:
@@ -195,8 +195,8 @@ class RoutingTable:
 
 
 def _merit(place: Place, wish: Wish) -> tuple[bool, bool, int, float]:
-    """What speaks for a sandbox: it has the environment, it is the caller's already, little is held in it, it was used
-    not long ago.
+    """Rank a sandbox for a call: it has the environment, it is the caller's already, it uses little memory, it was used
+    recently.
     """
     held = place.load.memory_bytes // _MEMORY_STEP
     return wish.env in place.envs, place.owner is not None, -held, place.used_at

@@ -1,8 +1,7 @@
-"""Calls of Python that have no context: runs each in a sandbox that the routing table chooses.
+"""Runs Python calls without a context, each in a sandbox that the routing table chooses.
 
-A sandbox runs one call at a time, and is only ever one caller's: it is emptied after each call, when the answer is on
-its way, and ended when that does not work. The table follows what sandboxes answer and what happens to them; nothing is
-asked again and again.
+A sandbox runs one call at a time, and only ever for one caller: it is emptied after each call, after the answer is
+sent, and ended if emptying fails. The table follows events of the sandboxes; nothing polls.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from carrel.models.operations import DEPLOY_OR_RESUME
 log = logging.getLogger("carrel.router")
 
 MOST_RETURNED = 8 * 1024 * 1024
-"""How many bytes of produced files come back with a result; the others are only named."""
+"""Bytes of produced files that a result contains; further files are only named."""
 Put = Callable[[str], Awaitable[None]]
 """Puts files into a sandbox."""
 HELD_S = 300.0
-"""How long files may be on their way to or from a sandbox."""
+"""How long the transfer of files to or from a sandbox may take."""
 SLOW_S = 0.05
-"""How long a call waits for a sandbox that is being emptied rather than take a new one."""
+"""How long a call waits for a sandbox that is being emptied before it takes a new one."""
 _TRIES = 3
 
 
@@ -75,13 +74,13 @@ class Router:
         return self.table.settings
 
     async def open(self) -> None:
-        """End what the server before this one left."""
+        """End the sandboxes that the previous process left."""
         for box in self._sessions.live():
             if box.record.ephemeral and STATELESS in box.record.labels:
                 await self._sessions.terminate(box.record.id, "its server is gone")
 
     async def close(self) -> None:
-        """Let nobody wait any longer. The sandboxes end with the sessions."""
+        """End all waiting. The sandboxes end with the sessions."""
         self._closing = True
         for wish, future in self._given.items():
             self.table.leave(wish)
@@ -96,12 +95,12 @@ class Router:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ended(self, box: LiveSandbox) -> None:
-        """A sandbox ends, whoever ended it."""
+        """Remove a sandbox that is about to end, for whatever reason."""
         for place in [each for each in self.table.places if each.id == box.record.id]:
             self._forget(place)
 
     async def run(self, request: StatelessRequest) -> StatelessResult:
-        """Run a code in some sandbox. `LimitExceeded` when none is free for too long."""
+        """Run code in some sandbox. `LimitExceeded` when none becomes free in time."""
         async with self.running(request) as (sandbox, result):
             return result.model_copy(update={"files": await self._produced(sandbox, result.files_produced)})
 
@@ -109,8 +108,8 @@ class Router:
     async def running(
         self, request: StatelessRequest, put: Put | None = None
     ) -> AsyncIterator[tuple[str, StatelessResult]]:
-        """Run a code in some sandbox, into which `put` puts files first. The sandbox is still there, with what was
-        produced, for as long as the block lasts; nobody else's meanwhile.
+        """Run code in some sandbox, after `put` has put files into it. The sandbox stays for the block, with the files
+        that the code produced; nobody else uses it meanwhile.
         """
         outcome = OK
         try:
@@ -138,9 +137,9 @@ class Router:
                         await put(place.id)
                 try:
                     done = await self._python.execute(place.id, call)
-                except NotRunning:  # it ended before the call reached it
+                except NotRunning:  # the sandbox ended before the call reached it
                     if put is not None:
-                        break  # what was put cannot be had twice
+                        break  # the files were a stream, which cannot be read twice
                     continue
                 if env is not None:
                     place.envs.add(env)
@@ -151,7 +150,7 @@ class Router:
 
     @contextmanager
     def _in_time(self, place: Place) -> Iterator[None]:
-        """While files are sent or taken. Who does not get on with it loses the sandbox: others wait for it."""
+        """End the sandbox if a transfer of files in the block takes too long: other calls wait for it."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(HELD_S, lambda: self._background(self._end(place, "its files took too long")))
         try:
@@ -159,11 +158,11 @@ class Router:
         finally:
             timer.cancel()
 
-    # a place for a call
+    # getting a sandbox
 
     @asynccontextmanager
     async def _held(self, owner: Owner, template: str | None, env: str | None) -> AsyncIterator[Place]:
-        """A sandbox that is this call's alone; afterwards it is emptied, or ended."""
+        """Hold a sandbox for one call; afterwards it is emptied, or ended."""
         place = await self._wait(owner, template, env)
         clean = False
         try:
@@ -182,7 +181,7 @@ class Router:
                 self._background(self._empty(place) if reuse else self._end(place, "used"))
 
     async def _wait(self, owner: Owner, template: str | None, env: str | None) -> Place:
-        """Wait for a turn."""
+        """Wait until a sandbox is given to the call."""
         if self._closing:
             raise PlatformError("the server is shutting down", hint="ask again when it is back")
         wish = self.table.ask(owner, template, env)
@@ -204,14 +203,14 @@ class Router:
             del self._given[wish]
 
     def _turn(self) -> None:
-        """Do what the table says."""
+        """Carry out the moves of the table."""
         if self._closing:
             return
         moves = self.table.match()
         unwanted: list[Place] = []
         for wish, place in moves.given:
             self._disarm(place)
-            if self._given[wish].done():  # its caller has gone just now
+            if self._given[wish].done():  # its caller has just gone
                 unwanted.append(place)
             else:
                 self._given[wish].set_result(place)
@@ -231,10 +230,10 @@ class Router:
             retry=True,
         )
 
-    # what becomes of a sandbox
+    # the life of a sandbox
 
     async def _enter(self, place: Place, owner: Owner) -> None:
-        """Start the sandbox, or be admitted to one that was started ahead; from now on it is the caller's."""
+        """Start the sandbox, or admit the use of a spare; from now on it is the caller's."""
         request = SandboxRequest(template=place.template, labels={STATELESS: "call"})
         if place.state == "starting":
             info, _ = await self._operations.deploy_or_resume(request)
@@ -258,7 +257,7 @@ class Router:
         return False
 
     async def _produced(self, id: str, names: list[str]) -> dict[str, str]:
-        """The contents of what a call produced, as far as it may be read and there is room."""
+        """Return the contents of the files that a call produced, as far as they may be read and fit."""
         files: dict[str, str] = {}
         left = MOST_RETURNED
         async with aclosing(contents(self._operations, id, names)) as found:
@@ -272,19 +271,19 @@ class Router:
         return files
 
     async def _started(self, place: Place, info: SandboxInfo) -> None:
-        """A new sandbox, which nobody has used. One that does not isolate has the host's files: it is never emptied."""
+        """Register a new sandbox. One that does not isolate has the files of the host: it is never emptied."""
         place.id = info.id
         (await self._sessions.find(info.id)).on_end.append(self._ended)
         if not info.unsafe:
-            with suppress(NotFound):  # its zygote is of an older carrel
+            with suppress(NotFound):  # its zygote is from an older carrel without this route
                 await self._look(place)
 
     async def _look(self, place: Place) -> None:
-        """Let a sandbox be made as new, or remember what it has while it is."""
+        """Empty a sandbox; the first call records its first state."""
         found = await self._own.empty(place.id)
         place.reusable, place.load = found.clean, Load(found.memory_bytes)
         if not found.clean:
-            log.info("sandbox %s is not as new: %s", place.id, found.reason)
+            log.info("sandbox %s is not in its first state: %s", place.id, found.reason)
 
     async def _empty(self, place: Place) -> None:
         slow = asyncio.get_running_loop().call_later(SLOW_S, self._slow, place)
@@ -306,10 +305,10 @@ class Router:
         self._turn()
 
     def _let_go(self, place: Place) -> None:
-        """Nobody uses it now."""
+        """Mark a sandbox as idle."""
         if place not in self.table.places:
             return
-        if place.state == "starting":  # it was never started
+        if place.state == "starting":  # it was not started
             self._forget(place)
             return
         place.state = "idle"
@@ -328,7 +327,7 @@ class Router:
             timer.cancel()
 
     def _rested(self, place: Place) -> None:
-        """Nobody has used it for long."""
+        """End a sandbox that was idle for long; keep a spare of a template in use."""
         del self._timers[place]
         if place.state != "idle" or place not in self.table.places:
             return
@@ -383,7 +382,7 @@ class Router:
         self._let_go(place)
 
     def _background(self, work: Coroutine[object, object, None]) -> None:
-        """The server's own work: no caller's identity goes with it."""
+        """Run work of the server in a task without the identity of a caller."""
         if self._closing:
             work.close()
             return
@@ -397,7 +396,7 @@ class Router:
 
 
 async def _whole(file: Large) -> bytes | None:
-    """What a file has, or None when it cannot be read to its end."""
+    """Return the content of a file; None when it cannot be read to its end."""
     try:
         return b"".join([piece async for piece in file.stream if isinstance(piece, bytes)])
     except CarrelError:

@@ -1,8 +1,8 @@
-"""The packages of a template, for the sandboxes made by it: an environment that is built on first use, once, and that
-their Python has from then on without being asked for.
+"""The packages of a template: an environment that is built once, at first use, and that the Python of its sandboxes
+always has.
 
-They are the operator's word, so nobody is asked whether they may be installed; what the policy of a context blocks is
-blocked here too, by the package front. What becomes of them inside is for the supervisor.
+The operator chose them, so no approval is needed; but the package index of the proxy blocks what the policy of a
+context blocks. The supervisor makes them usable inside.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from carrel.store.environments import EnvironmentRecord
 log = logging.getLogger("carrel.environments")
 
 WAIT_S = 20.0
-"""For this long a command waits for packages that are being built; callers have deadlines of their own."""
+"""How long a command waits for packages that are being built; callers have deadlines of their own."""
 PAUSE_S = 10.0
-"""For this long packages that could not be had are not tried again."""
+"""How long after a failure the packages are not tried again."""
 
 DELIVERY_S = 30.0
 
@@ -43,8 +43,8 @@ class TemplatePackages:
         self._operations = operations
 
     async def ready(self, box: LiveSandbox, say: Say | None = None) -> None:
-        """Let the Python of a sandbox have the packages of its template. Waits for as long as they are being built;
-        `PlatformError` with the reason when they cannot be had.
+        """Give a sandbox the packages of its template. Waits while they are being built; `PlatformError` with the
+        reason on failure.
         """
         if box.packages is not None:
             return
@@ -53,8 +53,8 @@ class TemplatePackages:
         await self.attach(box, say)
 
     async def settled(self, box: LiveSandbox) -> None:
-        """Wait a little for packages that are being built: a command may be Python too. `Conflict` when they take
-        longer; where they cannot be had at all, commands do without.
+        """Wait a short time for packages that are being built: a command may be Python too. `Conflict` when they take
+        longer; when they cannot be built at all, commands run without them.
         """
         if box.packages is not None:
             return
@@ -80,7 +80,9 @@ class TemplatePackages:
                 log.warning("sandbox %s goes on without the packages of its template: %s", box.record.id, error)
 
     async def attach(self, box: LiveSandbox, say: Say | None = None) -> EnvironmentRecord | None:
-        """As `ready`, whatever is known already; the environment, or None when the template has no packages."""
+        """Attach the packages even if they are attached already; return the environment, or None when the template has
+        none.
+        """
         recipe = await self._recipe(box)
         if recipe is None:
             box.packages = ""
@@ -89,7 +91,7 @@ class TemplatePackages:
             return await self._attach(box, recipe, say)
         except CarrelError as error:
             failure = PlatformError(
-                f"the packages of the template '{box.record.template}' cannot be had: {error.detail}",
+                f"the packages of the template '{box.record.template}' are not available: {error.detail}",
                 field="template",
                 hint="ask again in a moment, or let the operator look at the template and the policy",
             )
@@ -97,14 +99,14 @@ class TemplatePackages:
             raise failure from None
 
     async def info(self, box: LiveSandbox, say: Say | None = None) -> EnvironmentInfo:
-        """The environment of a sandbox's template as the API shows it; `NotFound` when there is none."""
+        """Describe the environment of the template of a sandbox; `NotFound` when there is none."""
         record = await self.attach(box, say)
         if record is None:
             raise NotFound("the template of this sandbox has no packages", field="template", hint="name an environment")
         return self._environments.info(record)
 
     async def templates(self) -> TemplateList:
-        """Every template; those with packages say whether they lie ready."""
+        """List every template; one with packages says whether they are built."""
         found = await self._templates.list()
         built = {tuple(each.requirements) for each in self._environments.records()}
         return TemplateList(
@@ -115,7 +117,7 @@ class TemplatePackages:
         )
 
     async def environments(self) -> EnvironmentList:
-        """Every environment, with the templates that ask for just its packages."""
+        """List every environment, with the templates that need exactly its packages."""
         found = await self._environments.list()
         wanted: dict[tuple[str, ...], list[str]] = {}
         for each in (await self._templates.list()).items:
@@ -129,9 +131,9 @@ class TemplatePackages:
 
     async def _recipe(self, box: LiveSandbox) -> Recipe | None:
         record = box.record
-        if record.template is None or record.acts_for is not None:  # what carrel builds with needs nothing
+        if record.template is None or record.acts_for is not None:  # sandboxes of carrel need no packages
             return None
-        await self._templates.layer(record.template)  # says so when it is gone
+        await self._templates.layer(record.template)  # raises when the template is gone
         recipe = (await self._templates.get(record.template)).recipe
         return recipe if recipe.packages else None
 

@@ -1,4 +1,4 @@
-"""Named tools, and code in a named language: each is one of the other operations."""
+"""Tools by name, and code by language: each is one of the other operations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Tools:
         self._python = python
 
     async def execute(self, name: str, request: ExecuteRequest) -> ExecuteResult:
-        """Run code, with files in and the names of files produced out."""
+        """Run code with files; the result has the names of the files that it produced."""
         if request.language == "python":
             return await self._python.execute(name, request)
         return await self._operations.execute(name, request)
@@ -46,7 +46,7 @@ class Tools:
 
 
 def create_file(params: Mapping[str, object]) -> tuple[str, bytes, str | None]:
-    """Path, content and mode of the file to make."""
+    """Return the path, content and mode of the file."""
     unknown = sorted(set(params) - {"path", "content", "content_base64", "mode"})
     if unknown:
         raise InvalidRequest(
@@ -77,7 +77,7 @@ def create_file(params: Mapping[str, object]) -> tuple[str, bytes, str | None]:
 
 
 def python_exec(params: Mapping[str, object]) -> PythonRequest:
-    """The code to run, and how."""
+    """Return the request for the code."""
     try:
         return PythonRequest.model_validate(params)
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""Secrets as files of running sandboxes: given at the start, and again whenever they change."""
+"""Secrets as files in running sandboxes: delivered at the start, and again when they change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger("carrel.secrets")
 
 
 class SecretFiles(Attachment):
-    """Gives sandboxes their secrets."""
+    """Delivers secrets to sandboxes."""
 
     def __init__(self, values: SecretValues, plans: Plans, admission: Admission, live: LiveSandboxes):
         self._values = values
@@ -33,15 +33,15 @@ class SecretFiles(Attachment):
         self._mark: Mark | None = None
 
     async def attach(self, box: LiveSandbox) -> None:
-        """Give a new sandbox its secrets; a sandbox in which carrel builds something has none."""
+        """Deliver the secrets of a new sandbox; one in which carrel builds something has none."""
         if is_agent(box.record):
             await self.refresh(box)
 
     async def refresh(self, box: LiveSandbox) -> None:
-        """Make the secrets of its context and its template those of a running sandbox."""
+        """Deliver the current secrets of its context and its template to a running sandbox."""
         record = box.record
         owner = record.owner
-        self._values.stale(owner)  # it was made before the template was known
+        self._values.stale(owner)  # the redactor was made before the template was known
         async with box.giving:
             values = await self._plans.shown(record, await self._values.values_of(record))
             if values == box.given or (not values and not box.has_secrets):
@@ -51,12 +51,12 @@ class SecretFiles(Attachment):
             elif Capability.SECRETS not in box.provider.capabilities():
                 return
             box.has_secrets, box.given = True, None
-            self._values.stale(owner)  # one made meanwhile may not know what another server put
+            self._values.stale(owner)  # a redactor made meanwhile may not know secrets of another server
             await box.connection.put_secrets(values)
             box.given = values
 
     async def catch_up(self) -> None:
-        """Give running sandboxes what another server has changed."""
+        """Deliver secrets that another server has changed."""
         mark = await self._values.mark()
         if mark == self._mark:
             return
@@ -65,7 +65,7 @@ class SecretFiles(Attachment):
         failures = await asyncio.gather(*map(self.refresh, boxes), return_exceptions=True)
         for box, failure in zip(boxes, failures, strict=True):
             if failure is not None:
-                log.warning("sandbox %s does not have its secrets as they are now: %s", box.record.id, failure)
+                log.warning("sandbox %s does not have its current secrets: %s", box.record.id, failure)
         if all(failure is None or isinstance(failure, Unsupported) for failure in failures):  # else it is tried again
             self._mark = mark
 

@@ -1,8 +1,8 @@
-"""Changes the key that seals the secrets, while no server runs. Knows in which order, so that it may end anywhere and
-be done again: what is sealed can always be opened with a key that is in a file or with the operator.
+"""Changes the key that encrypts the secrets, while no server runs. The order of its steps lets it stop anywhere and be
+repeated: every secret can always be decrypted with a key that is in a file or that the operator has.
 
-A key that is kept in the data directory is replaced last: the next one is in a file beside it before anything is sealed
-with it, and moved over it when everything is, on the disk. A server does not start in between.
+A key in the data directory is replaced last: the new key is in a file beside it before it encrypts anything, and
+replaces it when everything is encrypted with it and on disk. A server does not start in between.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from carrel.store import Database, SecretStore
 
 @dataclass(frozen=True, slots=True)
 class Rekeyed:
-    """How many secrets and former values were sealed again, how many were left as no key at hand opens them, and the
-    new key: its name, and the file that holds it.
+    """The numbers of secrets and former values that were encrypted again, the number that no given key decrypts, and
+    the id and file of the new key.
     """
 
     secrets: int
@@ -30,8 +30,8 @@ class Rekeyed:
 
 
 async def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None = None) -> Rekeyed:
-    """Seal everything with a new key: the one in the file `new_key`, else one that is made. Opened is what the key in
-    use has sealed, and the one in the file `old_key`. Whoever calls keeps servers away from the data directory.
+    """Encrypt everything with a new key: the one in the file `new_key`, else a generated one. Decrypts with the current
+    key and with the one in the file `old_key`. The caller makes sure that no server uses the data directory.
     """
     kept = os.path.join(settings.data_dir, KEY_FILE)
     olds = [] if old_key is None else [Vault.of_file(old_key, "old_key")]

@@ -1,4 +1,4 @@
-"""Secrets of contexts and templates, as callers see them: put, listed, deleted. Running sandboxes follow at once."""
+"""Secrets of contexts and templates for callers: put, list, delete. Running sandboxes follow at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Boxes = list[LiveSandbox]
 
 
 class Secrets:
-    """The secrets of every context and template. No method gives a value back."""
+    """The secrets of every context and template. No method returns a value."""
 
     def __init__(self, values: SecretValues, live: LiveSandboxes, attachments: Attachments):
         self._values = values
@@ -24,7 +24,7 @@ class Secrets:
         self._attachments = attachments
 
     async def put(self, scope: str, name: str, value: bytes, *, kind: ScopeKind = "context") -> SecretName:
-        """Keep a secret, or the next version of it; running sandboxes have it at once."""
+        """Store a secret, or its next version; running sandboxes get it at once."""
         if kind == "context":
             sandboxes = [places_of(scope, await self._values.templates_of(scope))]
         else:
@@ -34,16 +34,16 @@ class Secrets:
         return _shown(info)
 
     async def list(self, scope: str, *, kind: ScopeKind = "context") -> SecretList:
-        """Names and versions, never values."""
+        """List names and versions, never values."""
         return SecretList(items=[_shown(info) for info in await self._values.list(kind, scope)])
 
     async def delete(self, scope: str, name: str, *, kind: ScopeKind = "context") -> None:
-        """Forget a secret; running sandboxes lose it at once."""
+        """Delete a secret; running sandboxes lose it at once."""
         await self._values.delete(kind, scope, name)
         await self._changed(kind, scope)
 
     def _using(self, kind: ScopeKind, scope: str) -> Boxes:
-        """The running sandboxes that have the secrets of a context or a template."""
+        """Return the running sandboxes that have the secrets of a context or a template."""
         if kind == "template":
             return [box for box in self._live.all() if box.record.template == scope and box.record.acts_for is None]
         box = self._live.find(scope)

@@ -1,6 +1,7 @@
-"""The values of secrets: sealed in the store, read for those who need them, and taken out of everything that is shown.
+"""The values of secrets: encrypted in the store, read for sandboxes and the proxy, and removed from everything that is
+shown.
 
-No method gives a value back but for the ones that the sandbox's files and the proxy need.
+Only the methods for the files of a sandbox and for the proxy return values.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from carrel.store.secrets import Mark, places_of
 log = logging.getLogger("carrel.secrets")
 
 FRESH_S = 5.0
-"""How long a change made by another server may stay unseen."""
+"""How long a change made by another server may go unnoticed."""
 MOST_CACHED = 1024
 ALTOGETHER = 1024 * 1024
-"""Bytes of all the secrets of a sandbox: what its memory file system has room for, twice."""
+"""Bytes of all secrets of a sandbox: its memory file system has room for twice as much."""
 
 Names = list[str]
 Named = list[tuple[str, bytes]]
@@ -38,7 +39,7 @@ Infos = list[SecretInfo]
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A redactor, what it was made of, and when that was read."""
+    """A redactor, the values it was made from, and when they were read."""
 
     redactor: Redactor
     values: Mapping[str, bytes] = field(repr=False)
@@ -48,7 +49,7 @@ class _Made:
 
 @dataclass(eq=False, slots=True)
 class _Making:
-    """A redactor that is being made; stale when its secrets have changed meanwhile."""
+    """A redactor that is being made; stale if its secrets have changed meanwhile."""
 
     name: str
     stale: bool = False
@@ -66,39 +67,38 @@ class SecretValues:
         self._redactors: Cache[str, _Made] = Cache(MOST_CACHED)
         self._making: list[_Making] = []
 
-    # keeping
+    # storing
 
     async def put(
         self, kind: ScopeKind, scope: str, name: str, value: bytes, sandboxes: Sequence[Sequence[tuple[ScopeKind, str]]]
     ) -> SecretInfo:
-        """Keep a secret, or the next version of it. Refused where the `sandboxes` that get it have no room for it."""
+        """Store a secret, or its next version. Refused when it does not fit into the `sandboxes` that get it."""
         sealed = self._vault.seal(kind, scope, name, value)
         return await self._store.put(
             kind, scope, name, sealed=sealed.data, key_id=sealed.key_id, sandboxes=sandboxes, check=_room
         )
 
     async def list(self, kind: ScopeKind, scope: str) -> Infos:
-        """Names and versions, never values."""
+        """List names and versions, never values."""
         return await self._store.list(kind, scope)
 
     async def delete(self, kind: ScopeKind, scope: str, name: str) -> None:
-        """Forget a secret."""
         if not await self._store.delete(kind, scope, checked_name(name)):
             raise NotFound(f"{kind} '{scope}' has no secret '{name}'", field="name", hint="list them first")
 
     async def templates_of(self, context_id: str) -> Names:
-        """The template of a context, if it has one."""
+        """Return the template of a context in a list, empty if it has none."""
         template = await self._templates.of(context_id)
         return [] if template is None else [template]
 
     async def missing(self, origin: str, context_id: str) -> Names:
-        """The names of the secrets that a context has and another has not."""
+        """Return the names of secrets of `origin` that the other context does not have."""
         own = {info.name for info in await self._store.list("context", context_id)}
         return [info.name for info in await self._store.list("context", origin) if info.name not in own]
 
     async def copy(self, origin: str, context_id: str, names: Sequence[str], given: Infos) -> None:
-        """Give a fork that does not run yet secrets of its origin. What it has been given is added to `given`, one by
-        one, so that it can be taken back when a later one cannot be given.
+        """Copy secrets of its origin to a fork that does not run yet. Each copy is added to `given`, so that it can be
+        undone when a later one fails.
         """
         places = [places_of(context_id, await self.templates_of(origin))]
         for name in names:
@@ -114,7 +114,7 @@ class SecretValues:
         self.stale(context_id)
 
     async def take_back(self, context_id: str, given: Infos) -> None:
-        """Take back what `copy` gave to a fork that could not be made; what others have put since stays."""
+        """Undo `copy` for a fork that failed; secrets that were put since then stay."""
         now = {info.name: info.version for info in await self._store.list("context", context_id)}
         for each in given:
             if now.get(each.name) == each.version:
@@ -122,23 +122,23 @@ class SecretValues:
         self.stale(context_id)
 
     async def forget(self, context_id: str) -> None:
-        """Forget all secrets of a context that is gone, and what they were before."""
+        """Delete all secrets of a deleted context, and their former values."""
         await self._store.forget("context", context_id)
         self.stale(context_id)
 
     async def forget_former(self) -> None:
-        """Forget the former values of secrets that no sandbox which still runs can have seen."""
+        """Delete former values of secrets that no running sandbox can have seen."""
         if await self._store.forget_former([state.value for state in LIVE]):
             self.stale(None)
 
     async def mark(self) -> Mark:
-        """Changes when a server changes any secret."""
+        """Return a value that changes when any server changes a secret."""
         return await self._store.mark()
 
     # reading
 
     async def values_of(self, record: SessionRecord) -> Mapping[str, bytes]:
-        """The values of a session's secrets, for its files and for the proxy. Nobody else may ask."""
+        """Return the values of the secrets of a session. Only for its files and for the proxy."""
         return await self._values(whose(record), record.template)
 
     async def _values(self, context_id: str | None, template: str | None) -> dict[str, bytes]:
@@ -150,11 +150,11 @@ class SecretValues:
             found[record.name] = value.get_secret_value()
         return found
 
-    # taking out
+    # redacting
 
     async def redactor(self, name: str | None) -> Redactor:
-        """What takes the secrets of a context, or of an ephemeral sandbox, and tokens of well-known shapes out of what
-        is shown.
+        """Return the redactor for the secrets of a context, or of an ephemeral sandbox, and for tokens of well-known
+        formats.
         """
         if name is None:
             return self._shapes
@@ -167,7 +167,7 @@ class SecretValues:
             while True:
                 making.stale = False
                 made = await self._made(name, known)
-                if not making.stale:  # else a secret was changed meanwhile
+                if not making.stale:  # else a secret changed meanwhile
                     break
         finally:
             self._making.remove(making)
@@ -175,7 +175,7 @@ class SecretValues:
         return made.redactor
 
     async def _made(self, name: str, known: _Made | None) -> _Made:
-        """What is known already, if nothing has changed since."""
+        """Make a redactor; reuse the known one if nothing has changed."""
         now = time.monotonic()
         box = self._live.find(name)
         record = None if box is None else box.record
@@ -191,7 +191,7 @@ class SecretValues:
         return _Made(redactor, values, former, now)
 
     def stale(self, name: str | None) -> None:
-        """What was made of the secrets under a name, or of all, is not used any more; nor is what is being made."""
+        """Drop the redactors under a name, or all of them, and those that are being made."""
         if name is None:
             self._redactors.clear()
         else:
@@ -200,23 +200,23 @@ class SecretValues:
             each.stale = each.stale or name is None or each.name == name
 
     async def _former(self, context_id: str | None, template: str | None) -> Named:
-        """The values that secrets had before: what runs may have kept them."""
+        """Return the former values of secrets: running programs may still have them."""
         found: Named = []
         for record in await self._store.former(context_id, [] if template is None else [template]):
             try:
                 value = self._vault.unseal(record.kind, record.scope, record.name, Sealed(record.key_id, record.sealed))
             except PlatformError as error:
-                log.warning("a former value of a secret cannot be taken out of outputs: %s", error)
+                log.warning("a former value of a secret cannot be removed from outputs: %s", error)
                 continue
             found.append((record.name, value.get_secret_value()))
         return found
 
     async def clean_text(self, name: str | None, text: str) -> str:
-        """A text as it may be shown."""
+        """Remove secrets from a text."""
         return await in_thread_if_large(len(text), (await self.redactor(name)).text, text)
 
     async def clean_error(self, name: str | None, error: CarrelError) -> None:
-        """Take the secrets of a context, or of an ephemeral sandbox, out of an error."""
+        """Remove secrets from an error."""
         try:
             redactor = await self.redactor(name)
         except CarrelError:
@@ -224,12 +224,12 @@ class SecretValues:
         clean_error(redactor, error)
 
     async def clean(self, name: str | None, arguments: Mapping[str, object]) -> dict[str, object]:
-        """Arguments as they may be shown."""
+        """Remove secrets from arguments."""
         return await in_thread_if_large(len(repr(arguments)), (await self.redactor(name)).value, dict(arguments))
 
 
 def _room(sizes: Mapping[str, int]) -> None:
-    """Refuse what the memory file system of a sandbox would not hold."""
+    """Refuse secrets that do not fit into the memory file system of a sandbox."""
     together = sum(size - OVERHEAD for size in sizes.values())
     if together > ALTOGETHER:
         raise LimitExceeded(

@@ -1,5 +1,5 @@
-"""Many files at once, as one stream: each is written or read as an operation of its own, so that policy and audit see
-every one. Keeps no file in memory but small ones, a few at a time.
+"""Many files in one stream: each is written or read as an operation of its own, so that policy and audit see every one.
+Only a few small files are in memory at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_REQUEST = 32 * 1024 * 1024
 
 
 class Incoming:
-    """A bundle that comes in: one part after the other, each with its content."""
+    """A bundle that is being received: one part after the other, each with its content."""
 
     def __init__(self, content: AsyncIterator[bytes]):
         self._items = self._read(content)
@@ -36,7 +36,7 @@ class Incoming:
         parser.finish()
 
     async def part(self) -> Part | None:
-        """The next part, once the content of the one before was taken; None when there is none."""
+        """Return the next part, after the content of the previous one was read; None at the end."""
         if not self._begun:
             self._begun = True
             await self._advance()
@@ -51,31 +51,31 @@ class Incoming:
         return None
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The content of the part that was given last."""
+        """Yield the content of the current part."""
         while (piece := await self._advance()) is not None:
             yield piece
 
     async def whole(self, part: Part) -> bytes:
-        """The content of a small part."""
+        """Return the content of a small part."""
         if part.size > MOST_REQUEST:
             raise InvalidRequest("this part of the bundle is too large", field="body", hint="send it as a file")
         return b"".join([piece async for piece in self.pieces()])
 
 
 class Bundles:
-    """Files in and out of sandboxes, many at a time."""
+    """Writes and reads many files of a sandbox at a time."""
 
     def __init__(self, operations: Operations):
         self._operations = operations
 
     async def write(self, name: str, incoming: Incoming) -> FilesWritten:
-        """Write every file that comes. When one cannot be written, those before it are."""
+        """Write every file of a bundle. When one fails, those before it stay written."""
         files = size = 0
         small: dict[str, tuple[bytes, str | None]] = {}
         while (part := await incoming.part()) is not None:
             if part.kind != "file" or not part.path:
                 raise InvalidRequest(
-                    "this bundle may have files only, each with its path", field="body", hint="send nothing else"
+                    "this bundle may contain only files, each with its path", field="body", hint="send nothing else"
                 )
             mode = None if part.mode is None else f"{part.mode:03o}"
             if part.path in small or len(small) == AT_ONCE or part.size > SMALL:
@@ -97,7 +97,7 @@ class Bundles:
                 raise answer
 
     async def read(self, name: str, paths: Sequence[str]) -> AsyncIterator[bytes]:
-        """Files one after the other, as they are; in the place of one that cannot be read, why."""
+        """Yield the files as parts of a bundle; for one that cannot be read, a problem."""
         async with aclosing(contents(self._operations, name, paths)) as found:
             async for path, each in found:
                 if isinstance(each, CarrelError):
@@ -114,7 +114,7 @@ class Bundles:
 
 @dataclass(frozen=True, slots=True)
 class Large:
-    """A file that is not kept in memory: its size, and its bytes for as long as it is the one that was given last."""
+    """A file that is not in memory: its size, and its stream, which is valid until the next file."""
 
     size: int
     stream: AsyncGenerator[int | bytes | None, None]
@@ -123,7 +123,7 @@ class Large:
 async def contents(
     operations: Operations, name: str, paths: Sequence[str]
 ) -> AsyncGenerator[tuple[str, bytes | Large | CarrelError], None]:
-    """Files in their order, a few asked for at once; in the place of one that cannot be read, why."""
+    """Yield files in order, reading a few at once; for one that cannot be read, its error."""
     for start in range(0, len(paths), AT_ONCE):
         some = paths[start : start + AT_ONCE]
         opening = (_open(operations, name, path) for path in some)
@@ -139,7 +139,7 @@ async def contents(
 
 
 async def _open(operations: Operations, name: str, path: str) -> bytes | Large:
-    """A small file, or the size and the stream of another."""
+    """Open a file: the bytes of a small one, the size and stream of a large one."""
     stream = operations.read_file(name, path)
     assert isinstance(stream, AsyncGenerator)
     size = await anext(stream)

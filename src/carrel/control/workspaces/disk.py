@@ -1,4 +1,4 @@
-"""What fills the disk of a server, part by part. The number of entries that are counted is bounded."""
+"""Measures what uses the disk of a server, part by part. The number of counted entries is bounded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from carrel.workspaces.usage import scan
 from carrel.workspaces.volumes import VolumeDriver
 
 MOST_ENTRIES = 500_000
-"""Files and directories that are counted at most, of all parts together."""
+"""The largest number of files and directories that are counted, in all parts together."""
 REUSED_S = 30.0
 """An answer is reused for this long at most before the disk is measured again."""
 REUSED_TIMES = 20
@@ -45,7 +45,7 @@ class Disk:
         self._reused_until = 0.0
 
     async def usage(self) -> DiskUsage:
-        """What fills the disk now, or did a short time ago where measuring takes long."""
+        """Return the current usage, or a recent one if measuring takes long."""
         async with self._measuring:
             if self._known is None or self._clock() > self._reused_until:
                 began = self._clock()
@@ -59,7 +59,7 @@ class Disk:
         archive = [] if self._archive is None else [self._archive]
         environments, packages = os.path.join(layout.data_dir, "envs"), os.path.join(layout.cache, "packages")
         count = _Count(self._most)
-        parts = self._told_by_kernel() if self._driver.kernel_quota else self._counted(count)
+        parts = self._from_kernel() if self._driver.kernel_quota else self._counted(count)
         parts += [
             count.part("archive", archive),
             count.part("environments", [environments]),
@@ -80,8 +80,10 @@ class Disk:
         beside = [entry.path for entry in os.scandir(self._layout.storage) if entry.path != volumes]
         return [count.part("workspaces", [volumes]), count.part("snapshots", beside)]
 
-    def _told_by_kernel(self) -> list[DiskPart]:
-        """Snapshots share what they have in common with a workspace: they cost what is beyond the workspaces."""
+    def _from_kernel(self) -> list[DiskPart]:
+        """Read usage from the kernel. Snapshots share data with workspaces: they count as what is used beyond the
+        workspaces.
+        """
         held = sum(self._driver.usage(volume) for volume in self._driver.volumes())
         facts = os.statvfs(self._driver.directory)
         stored = (facts.f_blocks - facts.f_bfree) * facts.f_frsize
@@ -89,13 +91,13 @@ class Disk:
 
 
 class _Count:
-    """Counts one part after the other until no more entries are left to count."""
+    """Counts parts one after the other, up to a total number of entries."""
 
     def __init__(self, most: int):
         self._left = most
 
     def part(self, name: str, paths: list[str]) -> DiskPart:
-        """What these directories hold."""
+        """Return the usage of these directories."""
         total, complete = 0, True
         for path in filter(os.path.isdir, paths):
             found = scan(path, stop_entries=max(0, self._left))
@@ -106,8 +108,8 @@ class _Count:
 
 
 def _rest(data_dir: str, known: set[str]) -> tuple[int, list[str]]:
-    """The bytes of the files of a data directory itself, which are its records; and its directories that are not known
-    and hold none that is.
+    """Return the bytes of the files in the data directory itself, which are its records; and the directories that are
+    not known and contain no known one.
     """
     size, others = 0, []
     for entry in os.scandir(data_dir):

@@ -1,4 +1,4 @@
-"""What a workspace and its filespace had in common at their last sync. It is kept in a file per context, and travels
+"""The common state of a workspace and its filespace at their last sync: a file for each context, which is also stored
 with the snapshots of the workspace.
 """
 
@@ -14,35 +14,34 @@ from carrel.workspaces.layout import encode
 
 
 class FilespaceBases:
-    """The files of one server, in `directory`. Makes the directory. Blocking at first."""
+    """The files of one server in `directory`, which is made. The constructor blocks."""
 
     def __init__(self, directory: str):
         self._directory = directory
         try:
             os.makedirs(directory, 0o700, exist_ok=True)
-            for name in os.listdir(directory):  # a server that was killed may have left some
+            for name in os.listdir(directory):  # a killed server may have left some
                 if name.startswith(ASIDE):
                     os.unlink(os.path.join(directory, name))
         except OSError as error:
             raise PlatformError(f"filespaces cannot be used: {error.strerror}", field="data_dir") from None
 
     def path(self, context: str) -> str:
-        """The file of a context."""
         return os.path.join(self._directory, encode(context, ephemeral=False))
 
     async def get(self, context: str) -> bytes:
-        """What is remembered of a context; empty when nothing is."""
+        """Return the state of a context; empty if there is none."""
         return await asyncio.to_thread(read_base, self.path(context))
 
     async def set(self, context: str, base: bytes) -> None:
-        """The workspace was brought back as it was when this was remembered; empty when nothing was."""
+        """Set the state that belongs to a restored workspace; empty if there was none."""
         if not base:
             await self.forget(context)
             return
         await asyncio.to_thread(save_base, self.path(context), base)
 
     async def forget(self, context: str) -> None:
-        """The workspace is gone; the filespace stays."""
+        """Forget the state: the workspace is gone, the filespace stays."""
 
         def run() -> None:
             with suppress(FileNotFoundError):

@@ -1,6 +1,6 @@
-"""The sync of a workspace with its filespace: pulled before a sandbox starts, pushed after operations and at a stop.
+"""Syncs a workspace with its filespace: pulls before a sandbox starts, pushes after operations and at a stop.
 
-Binds the sync engine to records and to the archive's storage. Passes no admission: callers have passed it.
+Connects the sync engine with records and the storage of the archive. Callers have been admitted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from carrel.workspaces.synced_tree import MOST_FILES
 log = logging.getLogger("carrel.filespaces")
 
 NOTICE = "the filespace could not be synced: "
-"""How the notice of a session begins whose sync failed."""
+"""How the notice of a session begins if its sync failed."""
 MOST_CONFLICTS = 100
 _PAGE = 1000
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 class _Entries:
-    """The entries of a context for a thread: the queries run on the loop."""
+    """The entries of a context for use in a thread: queries run on the event loop."""
 
     def __init__(self, store: FilespaceStore, context: str, loop: asyncio.AbstractEventLoop):
         self._store = store
@@ -75,7 +75,7 @@ class _Entries:
 
 
 class FilespaceFiles(Attachment):
-    """The filespaces of every context, as their workspaces see them. `spool` is a directory for files on their way."""
+    """The filespaces of every context, for their workspaces. `spool` is a directory for files in transfer."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class FilespaceFiles(Attachment):
         self._secrets = secrets
         try:
             os.makedirs(spool, 0o700, exist_ok=True)
-            for name in os.listdir(spool):  # a server that was killed may have left some
+            for name in os.listdir(spool):  # a killed server may have left some
                 os.unlink(os.path.join(spool, name))
         except OSError as error:
             raise PlatformError(f"filespaces cannot be used: {error.strerror}", field="data_dir") from None
@@ -119,8 +119,8 @@ class FilespaceFiles(Attachment):
     async def sync(
         self, record: SessionRecord, path: str, direction: SyncDirection, hidden: Callable[[str], bool] | None = None
     ) -> SyncSummary:
-        """Bring a workspace and its filespace together. Tried twice; a failure is told by the session too. A file whose
-        path is `hidden` from the sandbox is not replaced.
+        """Sync a workspace with its filespace. Tries twice; a failure is also written into the notice of the session. A
+        file whose path is `hidden` from the sandbox is not replaced.
         """
         context = record.context_id or ""
         began = time.monotonic()
@@ -135,8 +135,8 @@ class FilespaceFiles(Attachment):
         except BaseException as error:
             outcome = outcome_of(error)
             if isinstance(error, CarrelError):
-                await self._secrets.clean_error(context, error)  # it may quote the name of a file
-                with suppress(CarrelError):  # the first failure tells more than that it cannot be written down
+                await self._secrets.clean_error(context, error)  # it may contain the name of a file
+                with suppress(CarrelError):  # the first failure says more than a failure to write the notice
                     await self._notes.write(record, notice=f"{NOTICE}{error.detail}"[:2000])
             raise
         finally:
@@ -158,7 +158,7 @@ class FilespaceFiles(Attachment):
         return await run_to_end(lambda: engine.run(direction, cap), stop=engine.stop)
 
     async def collect(self, context: str) -> int:
-        """Remove contents that no file has any more and what was deleted long ago; says how many contents."""
+        """Remove contents without a file, and old records of deletions; return how many contents."""
         entries = _Entries(self._store, context, asyncio.get_running_loop())
         async with self._workspaces.keeping.still(context):
             await self._store.forget_tombstones(context, TOMBSTONE_S)
@@ -177,7 +177,7 @@ class FilespaceFiles(Attachment):
             await run_to_end(contents.forget)
 
     def contents(self, context: str) -> Contents:
-        """The stored contents of a filespace."""
+        """Return the stored contents of a filespace."""
         return Contents(self._remote, encode(context, ephemeral=False), self._spool)
 
 

@@ -1,7 +1,6 @@
-"""Filespaces: brought together with workspaces, and read and written beside them. Each operation passes admission.
+"""Operations on filespaces: sync with a workspace; read and write files without one. Each passes admission.
 
-Binds the sync to sessions, records and the archive's storage. Only a context has a filespace: an ephemeral sandbox
-keeps nothing.
+Connects the sync with sessions and records. Only a context has a filespace: an ephemeral sandbox keeps nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _LONGEST_NAME = 255
 
 
 class Filespaces:
-    """The filespaces of every context, as callers see them."""
+    """The filespaces of every context, for callers."""
 
     def __init__(
         self,
@@ -65,7 +64,7 @@ class Filespaces:
     # with workspaces
 
     async def sync(self, name: str, direction: SyncDirection = SyncDirection.BOTH) -> SyncSummary:
-        """Bring the workspace of a running sandbox and its filespace together."""
+        """Sync the workspace of a running sandbox with its filespace."""
         box = await self._sessions.find(name)
         arguments, record = {"direction": direction.value}, box.record
         async with self._operations.admit(SYNC_FILESPACE, arguments, record.id, record.context_id) as traffic:
@@ -82,19 +81,19 @@ class Filespaces:
             traffic.gave(done.pushed_bytes)
             return done
 
-    # beside workspaces
+    # without workspaces
 
     async def list(
         self, context: str, *, prefix: str = "", limit: int = 100, cursor: str | None = None
     ) -> FilespacePage:
-        """The files in the order of their paths."""
+        """List the files in the order of their paths."""
         encode(context, ephemeral=False)
         async with self._operations.admit(LIST_FILESPACE, {"path": prefix}, context_id=context):
             found, following = await self._store.page(context, prefix=prefix, limit=limit, cursor=cursor)
             return FilespacePage(items=[_file(entry) for entry in found], next=following)
 
     async def read(self, context: str, path: str) -> AsyncIterator[int | bytes]:
-        """First the number of bytes, then the bytes of a file."""
+        """Yield the size of a file, then its bytes."""
         contents = self._files.contents(context)
         async with self._operations.admit(READ_FILESPACE, {"path": path}, context_id=context) as traffic:
             entry = await self._store.get(context, _checked(path))
@@ -114,7 +113,9 @@ class Filespaces:
         *,
         mode: int = 0o644,
     ) -> FilespaceFile:
-        """A file from bytes or from a stream of any length, whole or not at all. It is the last write of its path."""
+        """Write a file atomically, from bytes or from a stream of any length. It wins over earlier
+        writes of its path.
+        """
         contents = self._files.contents(context)
         async with self._operations.admit(WRITE_FILESPACE, {"path": path}, context_id=context) as traffic:
             room = await self._room(context, _checked(path))
@@ -145,7 +146,7 @@ class Filespaces:
     # inner
 
     async def _room(self, context: str, path: str) -> int:
-        """How many bytes a file may have."""
+        """Return how many bytes a file may have."""
         try:
             cap = cap_bytes(await self._sessions.record(context)) or self._default_cap
         except NotFound:
@@ -189,7 +190,7 @@ def _names(path: str) -> Iterator[bytes]:
 
 
 def _checked(path: str) -> str:
-    """A path that a file of a workspace can have, written in the one way."""
+    """Check that a path can be one of a workspace, in normal form."""
     try:
         names = list(_names(path))
     except UnicodeEncodeError:
@@ -199,15 +200,15 @@ def _checked(path: str) -> str:
         or sum(len(name) + 1 for name in names) > _LONGEST_PATH
     ):
         raise InvalidPath(
-            f"{path[:100]!r} is no path of a filespace",
+            f"{path[:100]!r} is not a path of a filespace",
             field="path",
             hint="give it relative to the workspace, without '.' or '..', such as data/in.csv",
         )
     if not synced(path):
         raise InvalidPath(
-            "a filespace does not hold this",
+            "a filespace does not contain this",
             field="path",
-            hint=f"these names stay out of it: {', '.join(sorted(NOT_SYNCED))}",
+            hint=f"these names are never synced: {', '.join(sorted(NOT_SYNCED))}",
         )
     return path
 

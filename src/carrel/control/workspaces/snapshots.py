@@ -1,6 +1,7 @@
-"""Snapshots as operations: take, list, restore, fork, compare, export, delete. Each passes admission.
+"""Operations on snapshots: take, list, restore, fork, compare, export, delete. Each passes admission.
 
-Only workspaces of a context have snapshots: an ephemeral sandbox keeps nothing. What is recorded as ready is whole.
+Only workspaces of a context have snapshots: an ephemeral sandbox keeps nothing. A snapshot recorded as ready is
+complete.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from carrel.control.operations.operations import Operations
 from carrel.control.sessions.attachments import Attachments, Fork
 from carrel.control.sessions.live import SessionNotes
 from carrel.control.sessions.sessions import Sessions
-from carrel.control.workspaces.stopping import context_of
+from carrel.control.workspaces.snapshot_keeping import context_of
 from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
 from carrel.errors import Conflict, NotFound
 from carrel.identity import Scope
@@ -56,7 +57,7 @@ class Snapshots:
         self._notes = notes
 
     async def take(self, name: str) -> SnapshotInfo:
-        """Take a snapshot now; a running sandbox goes on meanwhile. It is archived in the background."""
+        """Take a snapshot; a running sandbox continues meanwhile. It is archived in the background."""
         record, context = await self._durable(name)
         async with self._operations.admit(TAKE_SNAPSHOT, {}, record.id, context):
             self._sessions.require_here(record)
@@ -75,22 +76,26 @@ class Snapshots:
         return taken
 
     async def checkpoint(self, record: SessionRecord) -> None:
-        """Take a snapshot and put it into the archive."""
+        """Take a snapshot and archive it."""
         taken = await self._take(record, "checkpoint")
         await self._notes.write(record, notice=await self._workspaces.keeping.settle(taken))
 
     async def page(self, name: str, *, limit: int = 100, cursor: str | None = None) -> SnapshotPage:
-        """The snapshots of a context, newest first."""
+        """List the snapshots of a context, newest first."""
         record, context = await self._durable(name)
         async with self._operations.admit(LIST_SNAPSHOTS, {}, record.id, context):
             records, following = await self._store.page(context, limit=limit, cursor=cursor)
             return SnapshotPage(items=[_info(record) for record in records], next=following)
 
     async def restore(self, name: str, snapshot_id: str) -> SandboxInfo:
-        """Give the workspace the snapshot's files. A running sandbox is stopped for it and started again."""
+        """Replace the files of a workspace by those of a snapshot. A running sandbox is stopped for it and started
+        again.
+        """
         record, context = await self._durable(name)
         async with self._operations.admit(RESTORE, {"snapshot_id": snapshot_id}, record.id, context):
-            async with self._workspaces.keeping.using(snapshot_id):  # the stop takes one more, and older ones go
+            async with self._workspaces.keeping.using(
+                snapshot_id
+            ):  # the stop takes another snapshot, which may prune this one
                 snapshot = await self._ready(snapshot_id, context)
                 async with self._sessions.stopped(record) as (held, ran):
                     await self._workspaces.restore(held, snapshot)
@@ -101,8 +106,8 @@ class Snapshots:
     async def fork(
         self, name: str, context_id: str, snapshot_id: str | None = None, *, secrets: bool = True
     ) -> SandboxInfo:
-        """A new context with the same files and settings, under an identity of its own, started at once. It gets the
-        secrets too unless `secrets` is False.
+        """Make a new context with the same files and settings, and start it. It gets the secrets too unless `secrets`
+        is False.
         """
         record, context = await self._durable(name)
         arguments = {"context_id": context_id, "snapshot_id": snapshot_id, "secrets": secrets}
@@ -134,15 +139,15 @@ class Snapshots:
         return (await self._sessions.deploy_or_resume(request))[0]
 
     async def _unmake(self, context_id: str) -> None:
-        """Leave nothing of a fork that failed but the record of its end. What others gave its context before it was
-        made, such as secrets, is not the fork's.
+        """Remove everything of a failed fork but the record of its end. Things that its context had before, such as
+        secrets, stay.
         """
         with suppress(NotFound):
             await self._sessions.terminate(context_id, "the fork could not be made", snapshot=False)
         await self._workspaces.forget(context_id)
 
     async def diff(self, name: str, before: str, after: str) -> FileChanges:
-        """What leads from one snapshot to the other."""
+        """Return the changes between two snapshots."""
         record, context = await self._durable(name)
         async with self._operations.admit(DIFF_SNAPSHOTS, {"before": before, "after": after}, record.id, context):
             async with self._workspaces.keeping.using(before, after):
@@ -157,16 +162,18 @@ class Snapshots:
             return FileChanges(items=items, truncated=len(changes) > MOST_CHANGES)
 
     async def export(self, name: str, snapshot_id: str) -> AsyncIterator[bytes]:
-        """The snapshot as a tar stream. The first piece is read at once: what is damaged is refused, not broken off."""
+        """Return a snapshot as a tar stream. The first piece is read at once, so that a damaged snapshot is an error
+        and not a broken stream.
+        """
         record, context = await self._durable(name)
         pieces = self._exported(record, context, snapshot_id)
         await anext(pieces)
         return pieces
 
     async def _exported(self, record: SessionRecord, context: str, snapshot_id: str) -> AsyncIterator[bytes]:
-        """First nothing, once the first piece is there."""
+        """Yield an empty piece as soon as the first one can be read, then all pieces."""
         arguments = {"snapshot_id": snapshot_id}
-        # A snapshot has every file: also those that the context's agent may not read.
+        # A snapshot contains every file, also those that the agent of the context may not read.
         row = EXPORT_BY_ADMINISTRATOR if caller.get().identity.has(Scope.ADMINISTER) else EXPORT
         admitted = self._operations.admit(row, arguments, record.id, context)
         async with admitted as traffic, self._workspaces.keeping.using(snapshot_id):

@@ -1,4 +1,4 @@
-"""Snapshots wherever they lie: on this server, or only in the archive. Blocking; knows no record but the snapshot's."""
+"""Snapshots wherever they are: on this server, or only in the archive. Blocking; knows only records of snapshots."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from carrel.workspaces.volumes.directory import opened
 
 
 class StoredSnapshots:
-    """What the volume driver has, and else the archive."""
+    """Reads snapshots from the volume driver, else from the archive."""
 
     def __init__(self, driver: VolumeDriver, archive: Archive, cache: str):
         self._driver = driver
@@ -25,7 +25,7 @@ class StoredSnapshots:
         self._cache = cache
 
     def restore(self, snapshot: SnapshotRecord, target: str) -> None:
-        """Replace the files of an existing volume by the snapshot's."""
+        """Replace the files of an existing volume by those of a snapshot."""
         volume = encode(snapshot.context_id, ephemeral=False)
         try:
             self._driver.restore(target, snapshot.id)
@@ -36,7 +36,7 @@ class StoredSnapshots:
                 self._archive.fetch(volume, snapshot.id, directory)
 
     def fork(self, snapshot: SnapshotRecord, target: str, cap: int | None) -> None:
-        """Make a volume with the snapshot's files."""
+        """Make a volume with the files of a snapshot."""
         source = encode(snapshot.context_id, ephemeral=False)
         try:
             self._driver.fork(snapshot.id, target, cap)
@@ -52,7 +52,7 @@ class StoredSnapshots:
                 raise
 
     def diff(self, before: SnapshotRecord, after: SnapshotRecord) -> list[Change]:
-        """What leads from one snapshot to the other."""
+        """Return the changes between two snapshots."""
         try:
             return self._driver.diff(before.id, after.id)
         except (SnapshotDamaged, NotFound):
@@ -62,7 +62,7 @@ class StoredSnapshots:
             return plain_trees.compare(left, right)
 
     def tar(self, snapshot: SnapshotRecord) -> Iterator[bytes]:
-        """A snapshot as a tar stream."""
+        """Yield a snapshot as a tar stream."""
         try:
             self._driver.facts(snapshot.id)
         except (SnapshotDamaged, NotFound):
@@ -72,14 +72,14 @@ class StoredSnapshots:
                 yield from plain_trees.tar(root)
         else:
             yield from self._driver.export_tar(snapshot.id)
-            self._driver.facts(snapshot.id)  # one that was deleted meanwhile may have been read in part
+            self._driver.facts(snapshot.id)  # raises if it was deleted meanwhile: then only a part was read
 
     def _has(self, snapshot: SnapshotRecord) -> bool:
         return snapshot.archived or snapshot.id in self._driver.snapshots()
 
     @contextmanager
     def _unpacked(self, snapshot: SnapshotRecord) -> Iterator[int]:
-        """The files of a snapshot in a directory of their own, for as long as the block lasts."""
+        """Unpack a snapshot into a temporary directory for the block."""
         volume = encode(snapshot.context_id, ephemeral=False)
         with tempfile.TemporaryDirectory(prefix="snapshot-", dir=self._cache) as directory:
             try:
@@ -90,5 +90,7 @@ class StoredSnapshots:
                 self._archive.fetch(volume, snapshot.id, directory)
             with opened(directory) as root:
                 yield root
-            remove_tree(directory)  # which needs no permission of the agent's, unlike what Python would do
+            remove_tree(
+                directory
+            )  # unlike the cleanup of `tempfile`, this works with any permissions that the agent set
             os.mkdir(directory)

@@ -1,7 +1,7 @@
-"""The files of contexts: provided to a sandbox, brought back, moved between servers, forked, deleted.
+"""The files of contexts: provides them to sandboxes, restores, moves, forks and deletes them.
 
-Binds the volume driver and the archive to the records. Knows nothing of sandboxes: who calls sees to it that none uses
-a workspace whose files are replaced.
+Connects the volume driver and the archive with the records. Knows nothing of sandboxes: the caller makes sure that none
+uses a workspace whose files are replaced.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from carrel.control.workspaces.filespace_bases import FilespaceBases
-from carrel.control.workspaces.stopping import AUTOMATIC, Keeping, Save, context_of, volume_of
+from carrel.control.workspaces.snapshot_keeping import AUTOMATIC, Save, SnapshotKeeping, context_of, volume_of
 from carrel.control.workspaces.stored import StoredSnapshots
 from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, SnapshotDamaged
 from carrel.identity import namespace_of
@@ -66,22 +66,21 @@ class Workspaces:
         self.driver = driver
         self.node = node
         self.metrics = metrics
-        self.keeping = Keeping(layout, driver, store, archive, bases, node, metrics)
+        self.keeping = SnapshotKeeping(layout, driver, store, archive, bases, node, metrics)
 
     def volume(self, record: SessionRecord) -> str:
-        """The name of the volume of a session."""
         return volume_of(record)
 
     def path(self, record: SessionRecord) -> str:
-        """Where the workspace of a session lies."""
+        """Return the path of the workspace of a session."""
         return self.driver.path(self.volume(record))
 
     # for a sandbox
 
     async def provide(self, record: SessionRecord, previous: SessionRecord | None) -> Provided:
-        """The workspace for a sandbox that is about to start: as it lies here, brought back when it is lost, or new.
+        """Return the workspace for a sandbox that is about to start: the one here, else restored, else new.
 
-        `previous` is what was recorded of the context last, on this server.
+        `previous` is the last record of the context, on this server.
         """
         volume = self.volume(record)
         if await asyncio.to_thread(self.driver.exists, volume):
@@ -93,10 +92,10 @@ class Workspaces:
         return Provided(await self._make(record, volume), new=True)
 
     async def move(self, record: SessionRecord, previous: SessionRecord, *, silent: bool) -> Provided:
-        """The workspace of a context that was on another server, from the newest snapshot.
+        """Restore the workspace of a context that was on another server, from the newest snapshot.
 
-        `silent` says that the other server fell silent: what it had not archived has to be done without. What lies here
-        of an earlier time is replaced.
+        `silent`: the other server no longer answers, so that data it had not archived is lost. Older files here are
+        replaced.
         """
         snapshots = await self._store.all_ready(context_of(record))
         kept = previous.snapshot is not None or previous.state is State.ERROR
@@ -111,20 +110,20 @@ class Workspaces:
             return await self._bring(record, snapshots)
         await self.discard(record)
         path = await self._make(record, self.volume(record))
-        words = f"server '{previous.node}' fell silent before it had archived anything of this workspace"
+        words = f"server '{previous.node}' no longer answers, and had archived nothing of this workspace"
         return Provided(path, new=True, notice=words if silent else None)
 
     def _reachable(self, snapshot: SnapshotRecord) -> bool:
         return snapshot.archived or snapshot.node in {None, self.node}
 
     async def _make(self, record: SessionRecord, volume: str, *, whole: bool = True) -> str:
-        """A new workspace. What the filespace knew of an earlier one would look as if everything had been deleted."""
+        """Make a new workspace. The sync state of an earlier one is forgotten, or its files would look deleted."""
         if record.context_id is not None:
             await self.keeping.base.forget(record.context_id)
         return await asyncio.to_thread(lambda: self._create(record, volume, whole=whole))
 
     def _create(self, record: SessionRecord, volume: str, *, whole: bool) -> str:
-        if not record.ephemeral:  # a leftover of that kind is found without a mark
+        if not record.ephemeral:  # leftovers of ephemeral ones are found without a mark
             self._marks.making(volume)
         self.driver.create(volume, cap_bytes(record))
         path = self.driver.path(volume)
@@ -138,7 +137,7 @@ class Workspaces:
         return path
 
     async def recorded(self, record: SessionRecord) -> None:
-        """The session of a workspace that was made is written down."""
+        """Record that the session of a new workspace is stored."""
         if not record.ephemeral:
             await asyncio.to_thread(self._marks.clear, self.volume(record))
 
@@ -163,24 +162,24 @@ class Workspaces:
         return Facts(context, namespace, record.agent, last_accessed, ttl_days, used)
 
     async def describe(self, record: SessionRecord, used: int, last_accessed: float) -> None:
-        """Write into a workspace and the metrics what it holds and when it was used."""
+        """Write the size and the last use of a workspace into it and into the metrics."""
         self.report(record, used, last_accessed)
         facts = self._facts(record, used, last_accessed)
         try:
             await asyncio.to_thread(self._layout.describe, self.path(record), facts)
-        except OSError as error:  # a full workspace, or one that is just being replaced
+        except OSError as error:  # it is full, or is just being replaced
             log.info("the description of %s is not up to date: %s", record.owner, error)
 
     def report(self, record: SessionRecord, used: int, last_accessed: float) -> None:
-        """Let the metrics say what a workspace holds and when it was used."""
+        """Report the size and the last use of a workspace to the metrics."""
         context = record.context_id
         if context is not None:
             namespace, agent = namespace_of(context), record.agent or ""
             self.metrics.workspace(context, used, last_accessed, namespace=namespace, agent=agent)
 
     async def keep(self, record: SessionRecord, save: Save) -> tuple[SessionRecord, str | None]:
-        """Keep the files of a session whose sandbox has ended: describe, push, snapshot, archive. The record as it is
-        then, and what went wrong.
+        """Keep the files of a session whose sandbox has ended: describe, push, snapshot, archive. Return the new
+        record, and what failed.
         """
         used = record.used_bytes
         try:
@@ -192,12 +191,12 @@ class Workspaces:
         return replace(record, snapshot=snapshot, notice=notice, used_bytes=used), failure
 
     async def _bring(self, record: SessionRecord, snapshots: list[SnapshotRecord]) -> Provided:
-        """Restore the newest snapshot that is whole, and say what was passed over."""
+        """Restore the newest good snapshot; the notice names the ones that were skipped."""
         volume = self.volume(record)
         new = not await asyncio.to_thread(self.driver.exists, volume)
-        if new:  # not whole before a snapshot is in it: else the next start would take it as it is, empty
+        if new:  # not marked complete before the restore: else the next start would use it empty
             await self._make(record, volume, whole=False)
-        else:  # killed in the middle, it must not take an older snapshot for changes: a merge without history is safe
+        else:  # if killed in between, an old snapshot must not look like changes: a merge without a state is safe
             await self.keeping.base.forget(context_of(record))
         passed: list[str] = []
         try:
@@ -231,16 +230,18 @@ class Workspaces:
         self.metrics.restored(time.monotonic() - began)
 
     async def restore(self, record: SessionRecord, snapshot: SnapshotRecord) -> None:
-        """Replace the files of a workspace by a snapshot's. What the filespace knows stays: it sees them as changes."""
+        """Replace the files of a workspace by those of a snapshot. The sync state stays: the filespace sees them as
+        changes.
+        """
         volume = self.volume(record)
-        async with self.keeping.still(context_of(record)):  # or a push would take what goes for deleted
+        async with self.keeping.still(context_of(record)):  # or a push would take the removed files for deleted ones
             if not await asyncio.to_thread(self.driver.exists, volume):
                 await self._make(record, volume, whole=False)
             await self._restore(volume, snapshot)
             await asyncio.to_thread(self._marks.clear, volume)
 
     async def fork(self, snapshot: SnapshotRecord, context: str, cap: int | None) -> None:
-        """A new workspace with a snapshot's files, for a context that has none."""
+        """Make a workspace with the files of a snapshot, for a context that has none."""
         source, target = encode(snapshot.context_id, ephemeral=False), encode(context, ephemeral=False)
         await self.keeping.base.forget(context)
         await asyncio.to_thread(self._marks.making, target)
@@ -249,19 +250,18 @@ class Workspaces:
         await asyncio.to_thread(self.keeping.forked, target, source)
 
     async def exists(self, context: str) -> bool:
-        """Whether there are files of a context here."""
+        """Whether a context has files here."""
         return await asyncio.to_thread(self.driver.exists, encode(context, ephemeral=False))
 
     async def discard(self, record: SessionRecord) -> None:
-        """Delete the files of a workspace, not its snapshots."""
         await asyncio.to_thread(self.driver.delete_volume, self.volume(record))
 
     async def usage(self, record: SessionRecord) -> int:
-        """What a workspace holds."""
+        """Return the size of a workspace in bytes."""
         return await asyncio.to_thread(self.driver.usage, self.volume(record))
 
     async def report_usage(self, record: SessionRecord) -> WorkspaceUsage:
-        """The same against its cap, as the API shows it."""
+        """Return the size of a workspace and its limit."""
         return WorkspaceUsage(
             context_id=record.context_id,
             bytes=await self.usage(record),
@@ -270,13 +270,13 @@ class Workspaces:
             enforced_by="kernel" if self.driver.kernel_quota else "watch",
         )
 
-    # keeping
+    # deleting
 
     async def forget(self, context: str) -> None:
         """Delete everything of a context but its filespace: files, snapshots, archive, metrics."""
         volume = encode(context, ephemeral=False)
-        await self._store.start_deletion(context)  # or a half-deleted context would be brought back from what is left
-        async with self.keeping.still(context):  # or a push would take what goes for deleted
+        await self._store.start_deletion(context)  # or a half-deleted context could be restored from the rest
+        async with self.keeping.still(context):  # or a push would take the removed files for deleted ones
             await asyncio.to_thread(self.driver.delete_volume, volume)
             await self.keeping.base.forget(context)
         while records := (await self._store.page(context, limit=100))[0]:
@@ -291,18 +291,18 @@ class Workspaces:
             log.warning("the archive of context '%s' could not be deleted: %s", context, error)
 
     async def asked_for(self, context: str) -> str | None:
-        """The newest good snapshot of a context that somebody asked for."""
+        """Return the newest good snapshot that a caller took."""
         ready = await self._store.all_ready(context)
         return next((snapshot.id for snapshot in ready if snapshot.reason not in AUTOMATIC), None)
 
     async def expired(self, context: str) -> bool:
-        """Whether nothing is left of a context that `expire` would delete."""
+        """Whether `expire` would find nothing to delete."""
         ready = await self._store.all_ready(context)
         return all(snapshot.reason not in AUTOMATIC for snapshot in ready) and not await self.exists(context)
 
     async def expire(self, context: str) -> None:
-        """Delete the files of a context and the snapshots that nobody asked for."""
-        async with self.keeping.still(context):  # or a push would take what goes for deleted
+        """Delete the files of a context and its automatic snapshots."""
+        async with self.keeping.still(context):  # or a push would take the removed files for deleted ones
             await asyncio.to_thread(self.driver.delete_volume, encode(context, ephemeral=False))
             await self.keeping.base.forget(context)
         self.metrics.forget(context)
@@ -311,28 +311,28 @@ class Workspaces:
                 await self.keeping.drop(snapshot)
 
     async def contexts(self) -> list[str]:
-        """The contexts that have files here."""
+        """Return the contexts that have files here."""
         volumes = await asyncio.to_thread(self.driver.volumes)
         return [decode(volume) for volume in volumes if volume.startswith("ctx-")]
 
     async def leave(self, context: str) -> None:
-        """The context is on another server now: its files here are old, its archived snapshots are elsewhere too."""
+        """Remove the files of a context that is on another server now, and the snapshots that are archived."""
         await asyncio.to_thread(self.driver.delete_volume, encode(context, ephemeral=False))
         for snapshot in await self._store.all_ready(context):
             if snapshot.archived:
                 await asyncio.to_thread(self.driver.delete_snapshot, snapshot.id)
 
     def collect_garbage(self) -> None:
-        """Free what deleted snapshots left, here and in the archive. Blocking."""
+        """Free the space of deleted snapshots, here and in the archive. Blocking."""
         self.driver.collect_garbage()
         self._archive.collect()
 
     # after a restart
 
     async def recover(self, known: Callable[[str], Awaitable[bool]]) -> None:
-        """A snapshot that was being made on this server is whole, or it failed; so is a workspace.
+        """Finish or remove snapshots and workspaces that were being made when the server ended.
 
-        `known` tells whether there is a session of a context.
+        `known` returns whether a context has a session.
         """
         await asyncio.to_thread(self._marks.prepare)
         for volume, complete in (await asyncio.to_thread(self._marks.unfinished)).items():
@@ -351,11 +351,11 @@ class Workspaces:
                 await self._store.failed(record.id, "the server ended while it was made")
         await self.keeping.finish_deletions()
         for record in await self._store.in_status(SnapshotStatus.FAILED):
-            if record.id in whole:  # it was given up while it was being made
+            if record.id in whole:  # it was cancelled while it was being made
                 await asyncio.to_thread(self.driver.delete_snapshot, record.id)
 
     async def sweep(self, keep: set[str]) -> None:
-        """Remove the ephemeral workspaces that belong to no sandbox in `keep`."""
+        """Remove the ephemeral workspaces whose sandbox is not in `keep`."""
         for volume in await asyncio.to_thread(self.driver.volumes):
             if volume.startswith("eph-") and volume.removeprefix("eph-") not in keep:
                 try:
@@ -363,9 +363,7 @@ class Workspaces:
                 except (CarrelError, OSError):
                     log.exception("the workspace %s could not be removed", volume)
 
-    # what the filespace knew when a snapshot was taken
-
 
 def cap_bytes(record: SessionRecord) -> int | None:
-    """The cap of a workspace."""
+    """Return the size limit of a workspace in bytes."""
     return record.limits.disk_mb * MB if record.limits.disk_mb is not None else None

@@ -1,6 +1,6 @@
-"""Workspaces kept as snapshots: taken, archived, thinned out, deleted.
+"""Keeps workspaces as snapshots: takes, archives, prunes and deletes them.
 
-Binds the volume driver and the archive to the records of snapshots. Knows nothing of sandboxes.
+Connects the volume driver and the archive with the records of snapshots. Knows nothing of sandboxes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from carrel.workspaces.volumes import VolumeDriver
 log = logging.getLogger("carrel.keeping")
 
 AUTOMATIC = frozenset({"checkpoint", "stop", "fork"})
-"""Why a snapshot that nobody asked for was taken."""
+"""The reasons of snapshots that no caller asked for."""
 KEPT = 3
-"""How many of those stay."""
+"""How many of those are kept."""
 
 Save = Callable[[SessionRecord, str], Awaitable[None]]
-"""Saves what is kept of a workspace elsewhere; the second is the workspace's path."""
+"""Saves a workspace elsewhere; the second argument is its path."""
 
 
-class Keeping:
+class SnapshotKeeping:
     """The snapshots of one server."""
 
     def __init__(
@@ -62,16 +62,15 @@ class Keeping:
         self.base = bases
 
     def prepare(self) -> None:
-        """Make the directories. Blocking."""
         for path in (self._bases, self._origins):
             os.makedirs(path, 0o700, exist_ok=True)
 
     def forked(self, volume: str, origin: str) -> None:
-        """Remember where a new volume comes from: what that has in the archive is not sent again. Blocking."""
+        """Record the origin of a new volume: data that the origin has in the archive is not sent again. Blocking."""
         _write(os.path.join(self._origins, volume), origin.encode())
 
     def forget(self, snapshot_id: str) -> None:
-        """A snapshot is gone. Blocking."""
+        """Forget the base of a deleted snapshot. Blocking."""
         _unlink(os.path.join(self._bases, snapshot_id))
 
     def still(self, context: str) -> asyncio.Lock:
@@ -82,8 +81,8 @@ class Keeping:
 
     @asynccontextmanager
     async def using(self, *snapshot_ids: str) -> AsyncIterator[None]:
-        """The files of these snapshots stay meanwhile. Look only now whether they are ready: what is dropped then is
-        deleted when the last user has left.
+        """Keep the files of these snapshots for the block. Check in the block whether they are ready: a snapshot that
+        is dropped meanwhile is deleted after its last use.
         """
         self._users.update(snapshot_ids)
         try:
@@ -98,7 +97,7 @@ class Keeping:
                         await asyncio.shield(self._delete_later(awaited))
 
     async def take(self, record: SessionRecord, reason: str) -> SnapshotRecord:
-        """Take a snapshot on this server; a sandbox may go on writing meanwhile."""
+        """Take a snapshot on this server; a sandbox may continue to write meanwhile."""
         context = context_of(record)
         async with self.still(context):
             last = await self._store.newest_ready(context)
@@ -117,7 +116,7 @@ class Keeping:
                 facts = await asyncio.to_thread(self.driver.snapshot, volume_of(record), name, parent)
             except BaseException as error:
                 outcome = outcome_of(error)
-                words = error.detail if isinstance(error, CarrelError) else "it was broken off"
+                words = error.detail if isinstance(error, CarrelError) else "it was cancelled"
                 await self._store.failed(name, words[:2000])
                 raise
             finally:
@@ -128,7 +127,7 @@ class Keeping:
         )
 
     async def archive(self, snapshot: SnapshotRecord) -> None:
-        """Put a snapshot of this server into the archive; `ArchiveUnavailable` when it cannot be reached."""
+        """Archive a snapshot of this server; `ArchiveUnavailable` when the archive cannot be reached."""
         volume = encode(snapshot.context_id, ephemeral=False)
         base = await asyncio.to_thread(_read, os.path.join(self._bases, snapshot.id))
         origin = (await asyncio.to_thread(_read, os.path.join(self._origins, volume))).decode() or None
@@ -146,11 +145,11 @@ class Keeping:
             self.metrics.archived(outcome, time.monotonic() - began, sent)
         await self._store.mark_archived(snapshot.id)
         await asyncio.to_thread(_unlink, os.path.join(self._bases, snapshot.id))
-        if origin is not None:  # from now on its own snapshots are what new ones build on
+        if origin is not None:  # new snapshots are now based on its own ones
             await asyncio.to_thread(_unlink, os.path.join(self._origins, volume))
 
     async def settle(self, snapshot: SnapshotRecord) -> str | None:
-        """Archive a snapshot and drop old ones; what the session has to say when that cannot be done now."""
+        """Archive a snapshot and prune old ones; return a notice for the session if the archive fails."""
         notice = None
         try:
             await self.archive(snapshot)
@@ -164,7 +163,7 @@ class Keeping:
         return notice
 
     async def keep(self, record: SessionRecord, save: Save) -> tuple[str | None, str | None, str | None]:
-        """Push, snapshot, archive: the newest snapshot, what the session says of itself, and what went wrong."""
+        """Push, snapshot, archive; return the newest snapshot, the notice of the session, and what failed."""
         failure: str | None = None
         try:
             await save(record, self.driver.path(volume_of(record)))
@@ -178,7 +177,7 @@ class Keeping:
         return taken.id, await self.settle(taken), failure
 
     async def catch_up(self) -> dict[str, str | None]:
-        """Do what the archive could not be reached for before; for each context what is wrong still, or None."""
+        """Retry what the archive could not do before; return the notice of each context, None if all is well."""
         await self.finish_deletions()
         said: dict[str, str | None] = {}
         for snapshot in await self._store.unarchived(self.node):
@@ -189,14 +188,14 @@ class Keeping:
                 continue
             except ArchiveUnavailable as error:
                 said[snapshot.context_id] = archive_notice(error)
-                break  # the others would wait in vain
+                break  # the others would fail too
             except CarrelError as error:
                 log.warning("snapshot %s cannot be archived: %s", snapshot.id, error)
                 said[snapshot.context_id] = archive_notice(error)
         return said
 
     async def prune(self, context: str) -> bool:
-        """Delete the older of the snapshots that nobody asked for; says whether any was deleted."""
+        """Delete the older automatic snapshots; return whether any was deleted."""
         ready = await self._store.all_ready(context)
         automatic = [snapshot for snapshot in ready if snapshot.reason in AUTOMATIC]
         safe = next((snapshot.id for snapshot in ready if snapshot.archived), None)
@@ -205,12 +204,13 @@ class Keeping:
             try:
                 await self.drop(snapshot)
             except ArchiveUnavailable:
-                return False  # it is tried again when the next one is taken
+                return False  # tried again with the next snapshot
         return bool(doomed)
 
     async def drop(self, snapshot: SnapshotRecord) -> None:
-        """Delete a snapshot for good, here and in the archive. One that is in use is gone for everybody else."""
-        await self._store.start_deletion(snapshot.context_id, snapshot.id)  # what is ready is whole, at every moment
+        """Delete a snapshot for good, here and in the archive. One in use is already gone for everybody else."""
+        # first, because a snapshot recorded as ready is complete at every moment
+        await self._store.start_deletion(snapshot.context_id, snapshot.id)
         if self._users[snapshot.id]:
             self._awaited[snapshot.id] = snapshot
         else:
@@ -219,7 +219,7 @@ class Keeping:
     async def _delete_later(self, snapshot: SnapshotRecord) -> None:
         try:
             await self._delete(snapshot)
-        except CarrelError as error:  # it is tried again when the next one is taken
+        except CarrelError as error:  # tried again with the next snapshot
             log.warning("snapshot %s could not be deleted yet: %s", snapshot.id, error)
 
     async def _delete(self, snapshot: SnapshotRecord) -> None:
@@ -231,7 +231,7 @@ class Keeping:
         await self._store.delete(snapshot.id)
 
     async def finish_deletions(self) -> None:
-        """Delete what was about to be deleted when the server ended or the archive could not be reached."""
+        """Finish deletions that were interrupted by the end of the server or by an unreachable archive."""
         for record in await self._store.unfinished_deletions():
             if record.node in {None, self.node}:
                 try:
@@ -241,14 +241,14 @@ class Keeping:
                     return
 
     async def base_of(self, volume: str, snapshot: SnapshotRecord) -> bytes:
-        """What the filespace knew when a snapshot was taken."""
+        """Return the sync state of the filespace when a snapshot was taken."""
         kept = await asyncio.to_thread(_read, os.path.join(self._bases, snapshot.id))
         if kept or not snapshot.archived:
             return kept
         try:
             return await asyncio.to_thread(self._archive.attachment, volume, snapshot.id)
         except (ArchiveUnavailable, NotFound, SnapshotDamaged):
-            return b""  # a merge without history loses nothing
+            return b""  # a merge without a common state loses nothing
 
 
 def _write(path: str, data: bytes) -> None:
@@ -273,17 +273,17 @@ def _unlink(path: str) -> None:
 
 
 def archive_notice(error: CarrelError) -> str:
-    """What a session says while its snapshots wait for the archive."""
+    """Return the notice of a session whose snapshots wait for the archive."""
     return f"snapshots wait on this server: {error.detail}"[:2000]
 
 
 def volume_of(record: SessionRecord) -> str:
-    """The name of the volume of a session."""
+    """Return the name of the volume of a session."""
     return encode(record.owner, ephemeral=record.ephemeral)
 
 
 def context_of(record: SessionRecord) -> str:
-    """The context of a session that has one; `Conflict` for an ephemeral sandbox."""
+    """Return the context of a session; `Conflict` for an ephemeral sandbox."""
     if record.context_id is None:
         raise Conflict(
             "an ephemeral sandbox keeps nothing, so it has no snapshots",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from carrel.control.plane import ControlPlane
-from carrel.control.workspaces.stopping import KEPT, context_of, volume_of
+from carrel.control.workspaces.snapshot_keeping import KEPT, context_of, volume_of
 from carrel.errors import Conflict, NotFound, PlatformError
 from carrel.models import SandboxRequest, State
 from carrel.store.snapshots import SnapshotStatus, SnapshotStore
