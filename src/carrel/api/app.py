@@ -1,6 +1,4 @@
-"""Makes the application: routes, problem answers, the gate before them, and an OpenAPI document that is
-complete and true.
-"""
+"""Builds the application: routes, problem answers, the gate before them, and a complete OpenAPI document."""
 
 from __future__ import annotations
 
@@ -42,8 +40,8 @@ DESCRIPTION = """A private, durable, governed workspace for every AI agent.
 
 Every failure is a problem object (RFC 9457) with a stable `code`, the offending `field` and a `hint`.
 
-What policy leaves to a person is refused with 403, the code `approval_needed` and the id of an `approval` that waits.
-Send the same request again with the header `Carrel-Approval: ID` once it is given: it then runs once. Or send
+An operation that needs a person is refused with 403, the code `approval_needed` and the id of an `approval` that waits.
+Send the same request again with the header `Carrel-Approval: ID` once it is approved: it then runs once. Or send
 `Carrel-Wait: SECONDS` (at most 600) at first, and the answer waits for the decision. `X-Request-Id` names a request in
 the audit log.
 
@@ -56,8 +54,8 @@ into the `Authorization` header or into a subprotocol `carrel.token.TOKEN` offer
 def create_app(
     plane: ControlPlane, *, authenticated: bool, hosts: frozenset[str] | None = None, version: str = "0.1.0"
 ) -> Gate:
-    """The ASGI application for a control plane. Without `authenticated` no token is asked for; `hosts` None
-    takes any Host header.
+    """Build the ASGI application for a control plane. Without `authenticated` it needs no token; `hosts` None accepts
+    any Host header.
     """
     return Gate(
         routes(plane, version),
@@ -76,7 +74,7 @@ _RESOURCES = (
 
 
 def routes(plane: ControlPlane, version: str) -> FastAPI:
-    """The application behind the gate."""
+    """Build the application behind the gate."""
     app = FastAPI(
         title="carrel",
         version=version,
@@ -102,7 +100,7 @@ def routes(plane: ControlPlane, version: str) -> FastAPI:
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document."""
+    """Return the OpenAPI document."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})

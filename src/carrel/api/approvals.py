@@ -1,4 +1,4 @@
-"""Approvals: what waits for a person, decided or watched."""
+"""Approvals: list, watch and decide operations that wait for a person."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def list_approvals(
     state: Annotated[ApprovalState | None, Query(description="only in this state")] = None,
     context_id: Annotated[str | None, Query(max_length=128)] = None,
 ) -> Response:
-    """Newest first. Only what is in the token's reach, so that a page may have few or none and still a `next`."""
+    """Newest first, within the reach of the token: a page may be short or empty and still have a `next`."""
     states = None if state is None else [state]
     page = await plane.approvals.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
     page.items = [info for info in page.items if who().reaches(info.context_id)]
@@ -44,14 +44,14 @@ async def list_approvals(
 
 @router.operation(
     WATCH_APPROVALS,
-    "What waits, and every change, as it comes",
+    "Watch approvals",
     {
         "description": "An `ApprovalInfo` per line, or per server-sent event if asked for",
         "content": {NDJSON: _EVENT, SSE: _EVENT},
     },
 )
 async def watch_approvals(request: Request, plane: Plane) -> Response:
-    """First those that are pending, then each one that comes, is decided or expires, until the caller goes away."""
+    """First those that are pending, then each one that is created, decided or expires, until the caller disconnects."""
     sse = wants_sse(request)
     events = _events(plane.approvals.watch(), who(), sse)
     return Stream(events, media_type=SSE if sse else NDJSON, headers={"cache-control": "no-store"})
@@ -69,13 +69,13 @@ async def _events(watched: AsyncIterator[ApprovalInfo], identity: Identity, sse:
 
 @router.operation(DECIDE_APPROVALS, "Decide several approvals", ApprovalBatchResult, 413)
 async def decide_approvals(body: ApprovalBatch, plane: Plane) -> Response:
-    """The same decision for each; one that cannot be decided does not keep the others."""
+    """The same decision for each; one that cannot be decided does not stop the others."""
     return as_json(await plane.decisions.decide_all(body, who()))
 
 
 @router.operation(GET_APPROVAL, "One approval", ApprovalInfo, 404)
 async def get_approval(approval_id: ApprovalId, plane: Plane) -> Response:
-    """With the decision, once there is one."""
+    """With the decision, if there is one."""
     info = await plane.approvals.get(approval_id)
     require(GET_APPROVAL, info.context_id)
     return as_json(info)
@@ -83,5 +83,7 @@ async def get_approval(approval_id: ApprovalId, plane: Plane) -> Response:
 
 @router.operation(DECIDE_APPROVAL, "Approve or deny", ApprovalInfo, 404, 409, 413)
 async def decide_approval(approval_id: ApprovalId, body: ApprovalDecision, plane: Plane) -> Response:
-    """Once, for this operation in its context from now on, or with a rule for the context. Never one's own request."""
+    """Once, or always for this operation in its context, or with a rule for the context. Nobody can approve their own
+    request.
+    """
     return as_json(await plane.decisions.decide(approval_id, body, who()))

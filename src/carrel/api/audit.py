@@ -1,4 +1,4 @@
-"""The audit log: search it, copy it out, see who signs it, remove what is too old."""
+"""The audit log: search, export, public key, removal of old records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from carrel.models.operations import EXPORT_AUDIT, GET_AUDIT_KEY, PRUNE_AUDIT, S
 router = Router(prefix="/v1/audit", tags=["audit"])
 
 ZSTD = "application/zstd"
-Context = Annotated[str | None, Query(max_length=128, description="only of this context; needed by who reaches few")]
+Context = Annotated[
+    str | None, Query(max_length=128, description="only of this context; required for a token that does not reach all")
+]
 _FILE = {"schema": {"type": "string", "format": "binary"}}
 
 
@@ -43,9 +45,9 @@ async def search_audit(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
 ) -> Response:
-    """Newest first. A page may have few or none and still a `next`."""
+    """Newest first. A page may be short or empty and still have a `next`."""
     require(SEARCH_AUDIT, context_id)
-    await plane.audit.flush()  # whoever just did something finds it
+    await plane.audit.flush()  # so that a caller finds its last operation
     wanted = Filter(
         None if context_id is None else chain_of(context_id),
         actor,
@@ -62,25 +64,25 @@ async def search_audit(
 
 @router.operation(
     EXPORT_AUDIT,
-    "Copy the log out",
+    "Export the log",
     {"description": "A file that `carrel audit verify` checks", "content": {NDJSON: _FILE, ZSTD: _FILE}},
 )
 async def export_audit(
     plane: Plane, context_id: Context = None, compress: Annotated[bool, Query(description="with zstd")] = False
 ) -> Response:
-    """Every chain, or that of one context, signed up to its end."""
+    """Every chain, or the chain of one context, signed up to its end."""
     require(EXPORT_AUDIT, context_id)
     pieces = plane.audit.export(None if context_id is None else [chain_of(context_id)], compress=compress)
     return Stream(pieces, media_type=ZSTD if compress else NDJSON, headers={"cache-control": "no-store"})
 
 
-@router.operation(GET_AUDIT_KEY, "Who signs the log", AuditKey)
+@router.operation(GET_AUDIT_KEY, "The key that signs the log", AuditKey)
 async def get_audit_key(plane: Plane) -> Response:
     """The public key of this server's log."""
     return as_json(AuditKey(node=plane.audit.node, key=plane.audit.key.public))
 
 
-@router.operation(PRUNE_AUDIT, "Remove records that are too old", AuditPruned, 409)
+@router.operation(PRUNE_AUDIT, "Remove old records", AuditPruned, 409)
 async def prune_audit(plane: Plane) -> Response:
-    """Now, and no more than the server would remove by itself: what is older than its `audit.keep_days`."""
+    """Now, and only those that the server would remove itself: records older than its `audit.keep_days`."""
     return as_json(await plane.janitor.prune_audit(who().subject))

@@ -1,4 +1,4 @@
-"""Code contexts: a Python that keeps its variables from cell to cell."""
+"""Code contexts: Python interpreters that keep their variables from cell to cell."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ID_HEADER = {"Carrel-Cell-Id": {"description": "id of the cell", "schema": {"ty
 
 @router.operation(RUN_CELL, "Run a cell to its end", CellResult, 404, 409, 413, 422, 429, 502, parses=CellRequest)
 async def run_cell(request: Request) -> Response:
-    """After the cells that came before it. The code context is made when there is none of this name."""
+    """After the cells before it. The code context is created if there is none of this name."""
     wanted, names = await body_of(request, CellRequest), request.path_params
     result = await plane_of(request).code_contexts.run_cell(names["id"], names["name"], wanted)
     return Response(result.model_dump_json(), media_type="application/json")
@@ -45,34 +45,34 @@ async def list_code_contexts(id: SandboxId, plane: Plane) -> Response:
 
 @router.operation(GET_CODE_CONTEXT, "One code context", CodeContextInfo, 404, 409, 502)
 async def get_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
-    """Idle, busy, or dead until the next cell starts it anew."""
+    """Idle, busy, or dead until the next cell starts it again."""
     return as_json(await plane.code_contexts.get(id, name))
 
 
 @router.operation(DELETE_CODE_CONTEXT, "End a code context", None, 404, 409, 502)
 async def delete_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
-    """With all it started; its cells are forgotten."""
+    """With all its processes; its cells are forgotten."""
     await plane.code_contexts.delete(id, name)
     return Response(status_code=204)
 
 
 @router.operation(INTERRUPT_CODE_CONTEXT, "Interrupt the cell that runs", CodeContextInfo, 404, 409, 422, 429, 502)
 async def interrupt_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
-    """As Ctrl-C would; the variables stay. Nothing happens when none runs."""
+    """Like Ctrl-C; the variables stay. Does nothing when no cell runs."""
     return as_json(await plane.code_contexts.interrupt(id, name))
 
 
-@router.operation(RESTART_CODE_CONTEXT, "Begin a code context anew", CodeContextInfo, 404, 409, 422, 429, 502)
+@router.operation(RESTART_CODE_CONTEXT, "Restart a code context", CodeContextInfo, 404, 409, 422, 429, 502)
 async def restart_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
-    """What runs is ended, what waits is not run, the variables are gone."""
+    """Ends the running cell, drops the waiting ones, and deletes the variables."""
     return as_json(await plane.code_contexts.restart(id, name))
 
 
 @router.operation(
-    STREAM_CELL, "Run a cell and stream what it prints", {**EVENTS, "headers": _ID_HEADER}, 404, 409, 413, 422, 429, 502
+    STREAM_CELL, "Run a cell and stream its output", {**EVENTS, "headers": _ID_HEADER}, 404, 409, 413, 422, 429, 502
 )
 async def stream_cell(id: SandboxId, name: Name, body: CellRequest, plane: Plane, request: Request) -> Response:
-    """What it shows besides is in its result: get the cell by the id in the header."""
+    """Rich results are in the result of the cell: get it by the id in the header."""
     contexts = plane.code_contexts
     info = await contexts.start_cell(id, name, body)
     chunks = contexts.cell_output(id, name, info.id)
@@ -81,11 +81,11 @@ async def stream_cell(id: SandboxId, name: Name, body: CellRequest, plane: Plane
 
 @router.operation(GET_CELL, "Wait for the result of a cell", CellResult, 404, 409, 422, 429, 502)
 async def get_cell(id: SandboxId, name: Name, cell: CellId, plane: Plane) -> Response:
-    """The result, once there is one."""
+    """Answers when the cell has ended."""
     return as_json(await plane.code_contexts.get_cell(id, name, cell))
 
 
-@router.operation(CELL_OUTPUT, "What a cell printed, from an offset on", EVENTS, 404, 409, 502)
+@router.operation(CELL_OUTPUT, "The output of a cell, from an offset on", EVENTS, 404, 409, 502)
 async def get_cell_output(
     id: SandboxId,
     name: Name,
@@ -96,6 +96,6 @@ async def get_cell_output(
     offset: Annotated[int, Query(ge=0, le=10**15)] = 0,
     follow: bool = True,
 ) -> Response:
-    """With `follow` until the cell ends, else what there is."""
+    """With `follow` until the cell ends, else the output so far."""
     chunks = plane.code_contexts.cell_output(id, name, cell, offset=offset, follow=follow)
     return await event_stream(request, chunks, offset=offset)

@@ -1,6 +1,4 @@
-"""Commands: run, start, stream, feed, signal, end. `run_command` is the hot route and does without the framework's
-parsing.
-"""
+"""Commands: run, start, stream, send input, signal, delete."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ ID_HEADER = {"Carrel-Command-Id": {"description": "id of the command", "schema":
     RUN_COMMAND, "Run a command to its end", CommandResult, 404, 409, 413, 429, 502, parses=CommandRequest
 )
 async def run_command(request: Request) -> Response:
-    """Runs until the command ends or its deadline kills it; a non-zero exit is a result, not an error."""
+    """Waits until the command ends or its deadline kills it; a non-zero exit code is a result, not an error."""
     wanted = await body_of(request, CommandRequest)
     result = await plane_of(request).operations.run_command(request.path_params["id"], wanted)
     return Response(result.model_dump_json(), media_type="application/json")
@@ -73,7 +71,7 @@ async def run_command(request: Request) -> Response:
 
 @router.operation(START_COMMAND, "Start a command in the background", CommandInfo, 404, 409, 413, 429, 502, status=201)
 async def start_command(id: SandboxId, body: CommandRequest, plane: Plane) -> Response:
-    """Answers at once; read the output by id and offset. Without a `timeout` it runs until it ends or is ended."""
+    """Answers at once; read the output by id and offset. Without a `timeout` it runs until it ends or is deleted."""
     return as_json(await plane.operations.start_command(id, body), 201)
 
 
@@ -81,13 +79,13 @@ async def start_command(id: SandboxId, body: CommandRequest, plane: Plane) -> Re
     STREAM_COMMAND, "Start a command and stream its output", {**EVENTS, "headers": ID_HEADER}, 404, 409, 413, 429, 502
 )
 async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, request: Request) -> Response:
-    """The command goes on when the caller goes away; attach again with its id and the last offset."""
+    """The command continues when the caller disconnects; attach again with its id and the last offset."""
     info = await plane.operations.start_command(id, body, attended=True)
     chunks = plane.operations.command_output(id, info.id)
     return await event_stream(request, chunks, headers={"carrel-command-id": info.id})
 
 
-@router.operation(LIST_COMMANDS, "The commands a sandbox remembers", CommandList, 404, 409, 502)
+@router.operation(LIST_COMMANDS, "List the commands of a sandbox", CommandList, 404, 409, 502)
 async def list_commands(id: SandboxId, plane: Plane) -> Response:
     """Newest last."""
     return as_json(await plane.operations.list_commands(id))
@@ -101,7 +99,7 @@ async def get_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
 
 @router.operation(COMMAND_RESULT, "Wait for a command's end", CommandResult, 404, 409, 502)
 async def get_command_result(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
-    """The result, once there is one."""
+    """Answers when the command has ended."""
     return as_json(await plane.operations.command_result(id, cid))
 
 
@@ -115,14 +113,14 @@ async def get_command_output(
     offset: Annotated[int, Query(ge=0, le=10**15)] = 0,
     follow: bool = True,
 ) -> Response:
-    """With `follow` until the command ends, else what there is."""
+    """With `follow` until the command ends, else the output so far."""
     chunks = plane.operations.command_output(id, cid, offset=offset, follow=follow)
     return await event_stream(request, chunks, offset=offset)
 
 
 @router.operation(
     SEND_INPUT,
-    "Bytes for a command's standard input",
+    "Write to the standard input of a command",
     None,
     404,
     409,
@@ -133,7 +131,7 @@ async def get_command_output(
     },
 )
 async def send_input(id: SandboxId, cid: CommandId, plane: Plane, request: Request, close: bool = False) -> Response:
-    """The raw body is written; with `close` the input ends after it."""
+    """Writes the raw body; with `close` it closes the input afterwards."""
     await plane.operations.send_input(id, cid, await request.body(), close=close)
     return Response(status_code=204)
 
@@ -156,7 +154,7 @@ async def resize_terminal(id: SandboxId, cid: CommandId, body: TerminalSize, pla
 
 @router.operation(DELETE_COMMAND, "Kill a command and forget it", None, 404, 409, 502)
 async def delete_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
-    """The whole process tree dies."""
+    """Kills the whole process tree."""
     await plane.operations.delete_command(id, cid)
     return Response(status_code=204)
 

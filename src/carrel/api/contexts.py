@@ -1,4 +1,4 @@
-"""Contexts as such: deleted with everything that is kept of them."""
+"""Contexts: deletion of a context with all its data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ router = Router(prefix="/v1/contexts/{context_id}", tags=["contexts"])
 
 @router.operation(FORGET_CONTEXT, "Forget a context", None, 404, 409, 502)
 async def forget_context(context_id: Context, plane: Plane) -> Response:
-    """Ends its session and deletes everything that is kept of it: files, snapshots, filespace, secrets, MCP servers,
-    template and policy. Only the audit log stays.
+    """Ends its session and deletes all its data: files, snapshots, filespace, secrets, MCP servers, template and
+    policy. Only the audit log stays.
     """
     await plane.forgetting.forget(context_id)
     return Response(status_code=204)

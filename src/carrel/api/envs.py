@@ -1,4 +1,4 @@
-"""Environments: build, list, look at, remove; and attach one to a sandbox."""
+"""Environments: build, list, get, remove; attach to a sandbox."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from carrel.models.operations import (
 router = Router(tags=["environments"])
 
 Name = Annotated[EnvironmentName, Path(alias="env", description="the name of an environment, or a label")]
-Follow = Annotated[bool, Query(description="tell what goes on, a JSON line each; the last has the environment")]
+Follow = Annotated[bool, Query(description="stream the progress, a JSON object per line; the last has the environment")]
 _ANSWER: dict[str, Any] = {
     "model": EnvironmentInfo,
     "content": {NDJSON: {"schema": EnvironmentEvent.model_json_schema(ref_template="#/components/schemas/{model}")}},
@@ -46,15 +46,15 @@ _ANSWER["content"][NDJSON]["schema"].pop("$defs", None)
 
 @router.operation(LIST_ENVS, "The environments of the server", EnvironmentList)
 async def list_envs(plane: Plane) -> Response:
-    """The last used first. Whoever may not see everything sees those of their contexts, and those that have a label: by
-    that, until one of their contexts has it.
+    """The last used first. A token that does not reach every context sees the environments of its contexts, and those
+    with a label, by their label.
     """
     return as_json(await plane.packages.environments())
 
 
 @router.operation(BUILD_ENV, "Build an environment", _ANSWER, 404, 409, 413, 422, 429, 502)
 async def build_env(body: EnvironmentBuild, plane: Plane, follow: Follow = False) -> Response:
-    """Under the policy of the server. One that lies ready is not built again; `name` is a label that it gets."""
+    """Under the policy of the server. An existing one is not built again; `name` is a label for it."""
     return await _answered(lambda say: plane.envs.build(body, say=say), follow=follow)
 
 
@@ -66,16 +66,16 @@ async def get_env(env: Name, plane: Plane) -> Response:
 
 @router.operation(DELETE_ENV, "Remove an environment", None, 404, 409)
 async def delete_env(env: Name, plane: Plane) -> Response:
-    """With its labels. One that a session has stays: 409."""
+    """With its labels. Fails with 409 while a session holds it."""
     async with plane.operations.admit(DELETE_ENV, {"env": env}):
         await plane.environments.remove(env)
     return Response(status_code=204)
 
 
-@router.operation(ATTACH_ENV, "Give a sandbox an environment", _ANSWER, 404, 409, 413, 422, 429, 502)
+@router.operation(ATTACH_ENV, "Attach an environment to a sandbox", _ANSWER, 404, 409, 413, 422, 429, 502)
 async def attach_env(id: SandboxId, body: EnvironmentAttach, plane: Plane, follow: Follow = False) -> Response:
-    """By name or by requirements, built under the policy of its context when there is none yet. It is at `path` in the
-    sandbox, at once, and stays for as long as the session does.
+    """By name or by requirements, built under the policy of the context if there is none yet. It is at `path` in the
+    sandbox at once, until the session ends.
     """
     return await _answered(lambda say: plane.envs.attach(id, body, say=say), follow=follow)
 
@@ -86,9 +86,9 @@ async def list_sandbox_envs(id: SandboxId, plane: Plane) -> Response:
     return as_json(await plane.envs.list(id))
 
 
-@router.operation(DETACH_ENV, "Let go of an environment", None, 404, 409)
+@router.operation(DETACH_ENV, "Detach an environment", None, 404, 409)
 async def detach_env(id: SandboxId, env: Name, plane: Plane) -> Response:
-    """It may then be removed when no other session has it."""
+    """It may then be removed if no other session holds it."""
     await plane.envs.detach(id, env)
     return Response(status_code=204)
 
@@ -102,7 +102,7 @@ async def _answered(
 
 
 async def _lines(work: Callable[[Callable[[str], None] | None], Awaitable[EnvironmentInfo]]) -> AsyncIterator[bytes]:
-    """What goes on, as it comes. Whoever goes away stops waiting, not the building."""
+    """Yield the progress as it comes. A caller that disconnects does not stop the build."""
     said: asyncio.Queue[EnvironmentEvent | None] = asyncio.Queue()
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""Files of a workspace: streams of any size both ways, and what can be done with paths."""
+"""Files of a workspace: read and write streams of any size, and operations on paths."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ async def write_file(
     *,
     mode: Annotated[str | None, Query(pattern="^[0-7]{3,4}$", description="octal permissions")] = None,
     parents: Annotated[bool, Query(description="make missing directories")] = True,
-    exclusive: Annotated[bool, Query(description="fail when something is there")] = False,
+    exclusive: Annotated[bool, Query(description="fail when the path exists")] = False,
 ) -> Response:
-    """The raw body, of any size, becomes the file: whole or not at all."""
+    """The raw body, of any size, becomes the file, atomically."""
     return as_json(
         await plane.operations.write_file(
             id, path, streamed_body(request), mode=mode, parents=parents, exclusive=exclusive
@@ -91,7 +91,7 @@ async def write_file(
     openapi_extra={"requestBody": {"required": True, "content": BUNDLE}},
 )
 async def write_files(id: SandboxId, plane: Plane, request: Request) -> Response:
-    """A bundle, of any size. Each file is written whole or not at all; when one cannot be, those before it are."""
+    """A bundle of any size. Each file is written atomically; when one fails, those before it stay written."""
     return as_json(await plane.bundles.write(id, Incoming(streamed_body(request))))
 
 
@@ -99,7 +99,7 @@ async def write_files(id: SandboxId, plane: Plane, request: Request) -> Response
     READ_FILES, "Read many files", {"description": "A bundle of the files", "content": BUNDLE}, 404, 409, 413, 502
 )
 async def read_files(id: SandboxId, body: FilesRequest, plane: Plane) -> Response:
-    """In the order they were named. In the place of one that cannot be read comes why."""
+    """In the order of the request. For a file that cannot be read, the bundle has a problem."""
     await plane.sessions.find(id)
     return Stream(_ended(plane.bundles.read(id, body.paths)), media_type=MEDIA_TYPE)
 
@@ -112,7 +112,7 @@ async def _ended(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def add_route(router: Router, operation: ForwardedOperation[Any, Any]) -> None:
-    """The route of an operation that is all in its row: the body, or the query, is the request."""
+    """Add the route of an operation that its row describes completely: the body, or the query, is the request."""
     where = Body() if operation.has_body else Query()
     empty = operation.result is Nothing
     statuses = [404, 409, *([413] if operation.has_body else []), *([429] if operation.fills_disk else []), 502]

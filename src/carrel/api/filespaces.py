@@ -1,4 +1,4 @@
-"""Filespaces: synced with a workspace, and their files read and written beside it, whether a sandbox runs or not."""
+"""Filespaces: sync with a workspace; read and write files whether a sandbox runs or not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "b
 
 @router.operation(SYNC_FILESPACE, "Sync a workspace with its filespace", SyncSummary, 404, 409, 413, 429, 503)
 async def sync_filespace(id: SandboxId, body: SyncRequest, plane: Plane) -> Response:
-    """Push the workspace's changes, pull the filespace's, or both: a pull, then a push. The last writer wins."""
+    """Push the changes of the workspace, pull those of the filespace, or both: a pull, then a push. The last writer
+    wins.
+    """
     return as_json(await plane.filespaces.sync(id, body.direction))
 
 
@@ -37,11 +39,11 @@ async def list_filespace(
     plane: Plane,
     request: Request,
     *,
-    prefix: Annotated[str, Query(max_length=4096, description="what the paths begin with, such as `data/`")] = "",
+    prefix: Annotated[str, Query(max_length=4096, description="prefix of the paths, such as `data/`")] = "",
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: Annotated[str | None, Query(max_length=8192, description="`next` of the page before")] = None,
 ) -> Response:
-    """In the order of their paths. A context that has none has an empty list."""
+    """In the order of their paths. Empty for a context without a filespace."""
     wanted = raw_query(request, "prefix") or prefix
     page = await plane.filespaces.list(context_id, prefix=wanted, limit=limit, cursor=cursor)
     return as_json(page)
@@ -82,7 +84,7 @@ async def write_filespace(
     *,
     mode: Annotated[str, Query(pattern="^[0-7]{3}$", description="octal permissions")] = "644",
 ) -> Response:
-    """The raw body, of any size, becomes the file: whole or not at all. Workspaces get it with their next pull."""
+    """The raw body, of any size, becomes the file, atomically. Workspaces get it with their next pull."""
     made = await plane.filespaces.write(context_id, path, streamed_body(request), mode=int(mode, 8))
     return as_json(made)
 

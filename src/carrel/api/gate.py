@@ -1,7 +1,7 @@
-"""What every request passes first: the Host check, the token, the size of the body, and the last catch for failures.
-From here on `caller` says who asks.
+"""The gate that every request passes first: the Host check, the token, the size of the body, and the handler of
+unexpected failures. It sets `caller`.
 
-Plain ASGI, because it is on the way of every command. Knows no route but those that are open or stream their body.
+Plain ASGI, because every command passes it. Knows only the routes that need no token or stream their body.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from carrel.identity import ROOT, Identity, Tokens
 log = logging.getLogger("carrel.api")
 
 Redact = Callable[[str | None, str], Awaitable[str]]
-"""A text without the secrets of a context or a sandbox."""
+"""Removes the secrets of a context or a sandbox from a text."""
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
 STREAMED = {
@@ -57,7 +57,7 @@ def _host_of(value: bytes) -> str:
 
 
 def _origin_host(value: bytes) -> str | None:
-    """The host of an origin; None when it is not a valid origin."""
+    """Return the host of an origin; None when it is not a valid origin."""
     try:
         return _host_of(urlsplit(value).netloc)
     except ValueError:
@@ -65,7 +65,7 @@ def _origin_host(value: bytes) -> str | None:
 
 
 class Gate:
-    """Wraps the application. `tokens` None means no token is asked for; `hosts` None takes any Host."""
+    """Wraps the application. `tokens` None: no token is needed; `hosts` None: any Host is accepted."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Gate:
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let a request in, or answer it."""
+        """Pass a request on, or refuse it."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -100,7 +100,7 @@ class Gate:
                 if _stays_open(message):
                     opened.stays_open(task.cancel)
                 if not started and scope.get("method") != "DELETE" and opened.token_ended:
-                    # Who has just revoked their own token is told so; everybody else gets nothing more with it.
+                    # A caller that revoked its own token gets the answer; nobody else gets anything more with it.
                     started = refused = True
                     await _refuse(scope, send, opened.refusal())
             started = True
@@ -130,7 +130,7 @@ class Gate:
                 receive = replay(body, receive)
             await self._app(scope, receive, watched)
         except CarrelError as error:
-            if started:  # the status is gone already: a broken body is all that can tell of it
+            if started:  # the status is already sent: only a broken body can show the failure
                 log.warning("%s broke off: %s", scope["path"], error)
             else:
                 if isinstance(error, TooLarge) and scope["type"] == "http":
@@ -140,11 +140,11 @@ class Gate:
             if opened is None or not opened.cancelled:
                 raise
             task.uncancel()
-            log.info("%s was broken off: its token is token_ended by now", scope["path"])
+            log.info("%s was cancelled: its token is no longer valid", scope["path"])
             if not refused:
                 await _end(scope, send, opened.refusal(), started=started)
         except Exception as error:
-            if started and isinstance(error.__cause__, CarrelError):  # the framework's wrapping of what broke a stream
+            if started and isinstance(error.__cause__, CarrelError):  # the framework wraps the error of a stream
                 log.warning("%s broke off: %s", scope["path"], error.__cause__)
                 return
             said = await self._told(scope, error)
@@ -156,7 +156,7 @@ class Gate:
                 opened.close()
 
     async def _told(self, scope: Scope, error: Exception) -> str:
-        """Where carrel failed, for its log."""
+        """Return the traceback without secrets, for the log."""
         named = scope.get("path_params") or {}
         try:
             return await self._redact(named.get("id") or named.get("context_id"), traceback.format_exc())
@@ -165,7 +165,7 @@ class Gate:
 
     def _admit(self, headers: dict[bytes, bytes]) -> None:
         if self._hosts is not None:
-            # A page of another site whose name was made to point here still names that site.
+            # DNS rebinding: a page of another site still sends the name of that site.
             if _host_of(headers.get(b"host", b"")) not in self._hosts:
                 raise InvalidRequest(
                     "the Host header names another host",
@@ -198,8 +198,8 @@ class Gate:
     async def _attended(
         self, scope: Scope, body: bytes, receive: Receive, send: Send, opened: OpenRequest | None
     ) -> None:
-        """A request that may wait for a person: if its caller goes away meanwhile, or may not ask any more, it is not
-        done behind their back.
+        """Serve a request that may wait for a person: if its caller disconnects meanwhile, or its token ends, it does
+        not run.
         """
         gone = asyncio.Event()
 
@@ -256,13 +256,13 @@ class Gate:
 
 
 def _caller(identity: Identity, headers: dict[bytes, bytes]) -> Caller:
-    """Who asks, and how they want to be answered when a person has to decide."""
+    """Return the caller of a request, from its token and headers."""
     named = headers.get(b"x-request-id", b"")
     request_id = named.decode() if _REQUEST_ID.fullmatch(named) else secrets.token_hex(8)
     approval = headers.get(b"carrel-approval")
     if approval is not None and not _APPROVAL.fullmatch(approval):
         raise InvalidRequest(
-            "this cannot be an approval", field="Carrel-Approval", hint="send the id that the refusal named"
+            "this is not the id of an approval", field="Carrel-Approval", hint="send the id that the refusal named"
         )
     wait = headers.get(b"carrel-wait")
     return Caller(
@@ -294,7 +294,7 @@ def _stays_open(message: Message) -> bool:
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """Gives a body that was read to who reads it next, then what else comes: that the caller goes away."""
+    """Return a `receive` that gives a body that was already read, then the later messages."""
     given = False
 
     async def again() -> Message:
@@ -308,7 +308,7 @@ def replay(body: bytes, receive: Receive) -> Receive:
 
 
 async def _discard(receive: Receive) -> None:
-    """Take some more of a body that is too large: a caller cut off while sending would not see the answer."""
+    """Read some more of a body that is too large: a caller that is cut off while sending would not see the answer."""
     left = _MAX_DISCARD
     try:
         async with asyncio.timeout(_MAX_DISCARD_S):
@@ -322,7 +322,7 @@ async def _discard(receive: Receive) -> None:
 
 
 async def _end(scope: Scope, send: Send, error: CarrelError, *, started: bool) -> None:
-    """Tell why a request ends in the middle, as far as that can still be told: what has begun just breaks off."""
+    """Send the reason why a request ends early, if that is still possible; a started HTTP answer just ends."""
     if not started:
         await _refuse(scope, send, error)
     elif scope["type"] == "websocket":

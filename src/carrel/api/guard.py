@@ -1,8 +1,8 @@
-"""The routes of the API, made from the table of operations, and the check before each: the caller's token must have the
-scope of the operation and reach the context it is about.
+"""The routes of the API, built from the table of operations, and the check before each: the token must have the scope
+of the operation and reach its context.
 
-A route is about the sandbox or context that its path names. One that finds its context elsewhere (`reach` is `handler`)
-checks it with `require`; one that lists shows no more than `Identity.reaches` says.
+Most routes name their sandbox or context in the path. One that finds its context elsewhere (`reach` is `handler`)
+checks it with `require`; one that lists filters by `Identity.reaches`.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _NAMED = re.compile(r"\(\?P<\w+>")
 
 
 def who() -> Identity:
-    """Who asks."""
+    """Return the caller's identity."""
     return caller.get().identity
 
 
 def require(operation: Operation, context_id: str | None) -> None:
-    """Check that the caller's token may perform an operation in a context; None stands for no context."""
+    """Check that the caller's token may perform an operation in a context; None for no context."""
     identity = who()
     if identity is not ROOT and (refused := identity.may(operation.id, context_id)) is not None:
         raise refused
 
 
 async def permit(operation: Operation, scope: Scope) -> None:
-    """Check that the caller's token may perform an operation on what the path of the request names."""
+    """Check that the caller's token may perform an operation on the sandbox or context in the path."""
     identity = who()
     if identity is ROOT:
         return
@@ -58,9 +58,9 @@ async def permit(operation: Operation, scope: Scope) -> None:
         try:
             context_id = (await plane.sessions.record(name)).context_id
         except NotFound:
-            context_id = name  # then it can only be a context: the route says that there is none
+            context_id = name  # it can only be a context; the route answers 404
         if not identity.reaches(context_id):
-            # What is out of reach is told like what is not there: nothing is said of it.
+            # The answer is the same whether it exists or not, so that it reveals nothing.
             raise identity.refusal(operation.id, "reach", f"'{name[:128]}' is out of the token's reach")
     elif operation.context_from != "handler":
         require(operation, None)

@@ -1,4 +1,4 @@
-"""The host and the server itself: what they can do, and whether they are well."""
+"""The host and the server: capabilities, disk use, health."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ router = Router(tags=["host"])
 
 
 class Status(Answer):
-    """That the server is well."""
+    """The health of the server."""
 
     status: str
 
 
-@router.operation(GET_HOST, "What this host can do", HostReport)
+@router.operation(GET_HOST, "Capabilities of this host", HostReport)
 async def get_host(plane: Plane) -> Response:
-    """What `carrel doctor` shows."""
+    """The report of `carrel doctor`."""
     return as_json(await plane.host_report())
 
 
-@router.operation(GET_DISK_USAGE, "What fills the disk", DiskUsage)
+@router.operation(GET_DISK_USAGE, "Disk use", DiskUsage)
 async def get_disk_usage(plane: Plane) -> Response:
-    """Of this server: workspaces, snapshots, the archive, environments, packages and records. Figures are up to half
-    a minute old where measuring takes long. Needs a token that reaches every context.
+    """Of this server: workspaces, snapshots, the archive, environments, packages and records. Figures are up to half a
+    minute old where measuring takes long. Needs a token that reaches every context.
     """
     return as_json(await plane.disk.usage())
 

@@ -1,8 +1,8 @@
-"""A plain call of a tool, told from all other requests of MCP clients, and its answer.
+"""Plain calls of tools by MCP clients: recognizes them, and builds their answers.
 
-Most requests are of this one kind, and what serves them all costs each of them more than the call itself does. So one
-that is beyond doubt is taken from here: judged by the package's own rules and shaped by them. Whatever is not, is None
-here, and the package says what is wrong with it. Pure: no I/O.
+Most requests are plain calls, and the general machinery of the `mcp` package costs more than the call itself. So a
+request that is certainly a plain call takes a shortcut here, with the validation and the answer format of the package
+(see docs/decisions/0015). For every other request `plain_call` returns None, and the package serves it. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ _HEADERS = frozenset({b"accept", b"content-type", b"mcp-protocol-version", b"mcp
 
 @dataclass(frozen=True, slots=True)
 class PlainCall:
-    """A call whose client wants nothing but the answer."""
+    """A call whose client wants only the answer."""
 
     id: int | str
     version: str
     params: types.CallToolRequestParams
 
     def answered(self, result: Json, info: Json) -> tuple[int, bytes]:
-        """The status and the body of the answer. `MCPError` when the result is none of the protocol."""
+        """Return the status and the body of the answer. `MCPError` when the result does not follow the protocol."""
         try:
             valid = types.CallToolResult.model_validate(result).model_dump(
                 mode="json", by_alias=True, exclude_none=True
             )
             shaped = methods.serialize_server_result(_CALL, self.version, valid)
         except ValidationError:
-            raise nonsense() from None
+            raise invalid_answer() from None
         shaped["_meta"] = {SERVER_INFO_META_KEY: info}
         return 200, _encoded({"jsonrpc": "2.0", "id": self.id, "result": shaped})
 
     def refused(self, error: MCPError) -> tuple[int, bytes]:
-        """The same for an error."""
+        """Return the status and the body of an error."""
         data = modern_error_data(error)
         told = data.model_dump(mode="json", by_alias=True, exclude_none=True)
         return ERROR_CODE_HTTP_STATUS.get(data.code, 200), _encoded({"jsonrpc": "2.0", "id": self.id, "error": told})
 
 
-def nonsense() -> MCPError:
-    """What is told when a hosted server answers something that is none of the protocol."""
-    return MCPError(code=types.INTERNAL_ERROR, message="the MCP server answered something else")
+def invalid_answer() -> MCPError:
+    """Return the error for an answer of a hosted server that does not follow the protocol."""
+    return MCPError(code=types.INTERNAL_ERROR, message="the answer of the MCP server does not follow the protocol")
 
 
 def plain_call(scope: Scope, body: bytes) -> PlainCall | None:
-    """The call that a request is, when it is one without doubt and its client did not ask to be told of progress."""
+    """Return the call of a request if it is certainly a plain one, without progress notifications; else None."""
     given = [pair for pair in scope["headers"] if pair[0] in _HEADERS]
     pairs = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in given]
-    headers = dict(reversed(pairs))  # of two alike the first counts
+    headers = dict(reversed(pairs))  # of equal names the first counts
     if headers.get("mcp-method") != _CALL or find_duplicated_routing_header(pairs) is not None:
         return None
     if headers.get("content-type", "").lower() != "application/json" or not _takes_both(headers.get("accept", "")):
@@ -85,7 +85,7 @@ def plain_call(scope: Scope, body: bytes) -> PlainCall | None:
 
 
 def _takes_both(accept: str) -> bool:
-    """Whether an Accept header is the one that clients of the protocol send."""
+    """Whether an Accept header accepts both content types of the protocol."""
     return {each.strip() for each in accept.split(",")} >= {"application/json", "text/event-stream"}
 
 

@@ -1,8 +1,8 @@
-"""An MCP server of a context at a URL of its own: the official server side, which asks the control plane.
+"""The URL of an MCP server of a context: the official server side of MCP, which asks the control plane.
 
-Imported when a client first connects: the package takes long to import. Each request is served on its own, without a
-session to keep, so any server on the database can answer it. Lists come from the catalogue and wake nothing. What a
-hosted server asks of its client (sampling, roots, elicitation) is refused where it is hosted, and does not come here.
+Imported when a client first connects: the package takes long to import. Each request is served without a session, so
+any server on the database can answer it. Lists come from the catalogue and start nothing. Requests of a hosted server
+to its client (sampling, roots, elicitation) are refused in the sandbox, and do not come here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from carrel.api.gate import replay
-from carrel.api.mcp_calls import PlainCall, nonsense, plain_call
+from carrel.api.mcp_calls import PlainCall, invalid_answer, plain_call
 from carrel.api.problems import UNEXPECTED
 from carrel.control.mcp.links import REFUSED, TIMED_OUT
 from carrel.control.plane import ControlPlane
@@ -36,13 +36,13 @@ for _noisy in ("mcp.server.streamable_http_manager", "mcp.server.streamable_http
     logging.getLogger(_noisy).setLevel(logging.WARNING)
 
 LONGEST_S = 600.0
-"""How long a call may take; a client that goes away breaks it off before."""
+"""How long a call may take; a client that disconnects cancels it before."""
 BRIEF_S = 0.2
-"""How long a plain call may take before the package serves it, which sees when its client goes away and keeps it from
-being cut off.
+"""How long a plain call may take before the package serves it, which notices a disconnect and keeps the connection
+alive.
 """
 Context = Any
-"""What the package hands to a handler."""
+"""The context object that the package gives to a handler."""
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class McpResponse(Response):
         self._offered = offered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve it: a plain call from here when it takes no time, everything else as the package does."""
+        """Answer a short plain call here; let the package serve everything else."""
         body = await Request(scope, receive).body()
         plain = plain_call(scope, body)
         work = Work()
@@ -96,8 +96,8 @@ class McpResponse(Response):
 
 
 class Work:
-    """What is done for one request, in tasks of its own. The package breaks a request off again and again until it has
-    ended, and with it all that carrel still has to tidy up; what is done here is broken off once, and waited for.
+    """The work for one request, in tasks of its own. The package cancels a request repeatedly until it has ended, also
+    during cleanup; work in these tasks is cancelled once, and then waited for.
     """
 
     def __init__(self) -> None:
@@ -105,13 +105,12 @@ class Work:
         self._broken_off: set[asyncio.Task[Any]] = set()
 
     def begin(self, asked: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Begin some of it."""
         task = asyncio.get_running_loop().create_task(asked)
         self._under_way.add(task)
         return task
 
     async def done(self, task: asyncio.Task[T]) -> T:
-        """What comes of it. Whoever is broken off while they wait breaks it off."""
+        """Wait for a task. If the caller is cancelled, the task is cancelled too."""
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -119,14 +118,14 @@ class Work:
             raise
 
     async def end(self) -> None:
-        """Break off what is still under way, and wait for it."""
+        """Cancel the tasks that still run, and wait for them."""
         for task in self._under_way:
             self._break_off(task)
         if self._under_way:
             await asyncio.wait(self._under_way)
         for task in self._under_way:
             if not task.cancelled():
-                task.exception()  # whoever waited has it; nobody else needs to
+                task.exception()  # mark it as retrieved
 
     def _break_off(self, task: asyncio.Task[Any]) -> None:
         if task not in self._broken_off:
@@ -135,7 +134,6 @@ class Work:
 
 
 def _info(offered: McpCatalogue) -> Json:
-    """Who a server says it is."""
     info = offered.server_info or {}
     return {"name": str(info.get("name") or offered.server), "version": str(info.get("version") or "")}
 
@@ -147,7 +145,7 @@ async def called(
     params: types.CallToolRequestParams,
     progress: ProgressFnT | None = None,
 ) -> Json:
-    """What a tool answers, as the protocol has it; a refusal by carrel is an answer too. `MCPError`."""
+    """Call a tool; return the result of the protocol. A refusal by carrel is a result too. `MCPError`."""
     try:
         wanted = McpRequest(tool=params.name, arguments=params.arguments or {}, timeout=LONGEST_S)
     except ValidationError:
@@ -169,7 +167,7 @@ async def called(
 def served(
     plane: ControlPlane, sandbox: str, offered: McpCatalogue, work: Work, begun: asyncio.Task[Json] | None = None
 ) -> Server[Any]:
-    """A server that stands for one of a context. `begun` is the call it is made for, when that is under way already."""
+    """Build the server side for one MCP server of a context. `begun` is its call, if that is already under way."""
     name = offered.server
 
     async def told(asked: Coroutine[Any, Any, T]) -> T:
@@ -236,7 +234,9 @@ def served(
 
 
 def _explained(error: CarrelError) -> Json:
-    """A refusal as a tool's result: words for the model, and the refusal object that every protocol shows."""
+    """Return a refusal as the result of a tool: text for the model, and the problem object that
+    every protocol shows.
+    """
     lines = [error.detail, *([error.hint] if error.hint else [])]
     if isinstance(error, ApprovalNeeded):
         lines.append(f"It waits as approval {error.approval}. Call again with the same arguments once it is approved.")
@@ -252,12 +252,12 @@ def _failure(error: CarrelError) -> MCPError:
 
 
 def _unexpected(error: Exception) -> MCPError:
-    log.error("an MCP request failed: %s", type(error).__name__)  # what it says may quote a secret
+    log.error("an MCP request failed: %s", type(error).__name__)  # its message may contain a secret
     return _failure(UNEXPECTED)
 
 
 async def _told(asked: Coroutine[Any, Any, T]) -> T:
-    """An answer of the control plane; its errors as the protocol has them."""
+    """Await an answer of the control plane; raise its errors as errors of the protocol."""
     try:
         return await asked
     except CarrelError as error:
@@ -267,7 +267,7 @@ async def _told(asked: Coroutine[Any, Any, T]) -> T:
 
 
 def _given(answer: Json) -> Json:
-    """An answer of a server that was given, or its error."""
+    """Return the answer of a server, or raise its error."""
     if TIMED_OUT in answer:
         raise MCPError(code=types.INTERNAL_ERROR, message="the MCP server did not answer in time")
     if REFUSED in answer:
@@ -276,7 +276,7 @@ def _given(answer: Json) -> Json:
 
 
 def _valid(model: type[M], items: list[Json]) -> list[M]:
-    """Those that are what the protocol has."""
+    """Return the items that follow the protocol."""
     found: list[M] = []
     for each in items:
         try:
@@ -290,4 +290,4 @@ def _one(model: type[M], answer: Json) -> M:
     try:
         return model.model_validate({key: value for key, value in answer.items() if value is not None})
     except ValidationError:
-        raise nonsense() from None
+        raise invalid_answer() from None

@@ -1,6 +1,4 @@
-"""MCP servers of a context: declared, started and stopped at run time, called by REST, and each at a URL of its own for
-MCP clients.
-"""
+"""MCP servers of a context: declare, start, stop and call them; each has a URL for MCP clients."""
 
 from __future__ import annotations
 
@@ -43,44 +41,44 @@ _MESSAGE = {"schema": {"type": "object", "description": "a message of MCP"}}
 
 @router.operation(LIST_MCP_SERVERS, "The MCP servers of a context", McpServerList, 404, 409, 502)
 async def list_mcp_servers(id: SandboxId, plane: Plane) -> Response:
-    """By name, with those the operator runs for all, and with what their processes do now. Starts nothing."""
+    """By name, with the servers of the operator and the state of their processes. Starts nothing."""
     return as_json(await plane.mcp.list(id))
 
 
 @router.operation(ADD_MCP_SERVER, "Add or replace an MCP server", McpServerInfo, 404, 409, 413, 422, 429, 502, 503)
 async def add_mcp_server(id: SandboxId, server: Name, body: McpServerRequest, plane: Plane) -> Response:
-    """What it needs is installed, and it is asked what it offers, in a sandbox that lasts for that long. Why it could
-    not be asked is in `discovery_error`.
+    """Installs its packages, and asks it for its catalogue in a temporary sandbox. `discovery_error` says why that
+    failed.
     """
     return as_json(await plane.mcp.add(id, server, body))
 
 
 @router.operation(GET_MCP_SERVER, "One MCP server", McpServerInfo, 404, 409, 502)
 async def get_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Response:
-    """How it is declared, and what its process does now."""
+    """Its declaration and the state of its process."""
     return as_json(await plane.mcp.get(id, server))
 
 
 @router.operation(REMOVE_MCP_SERVER, "Remove an MCP server", None, 404, 409, 502)
 async def remove_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Response:
-    """Its process is ended with all it started."""
+    """Ends its process and all child processes."""
     await plane.mcp.remove(id, server)
     return Response(status_code=204)
 
 
 @router.operation(ENABLE_MCP_SERVER, "Start an MCP server", McpServerInfo, 404, 409, 413, 422, 429, 502, 503)
 async def start_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Response:
-    """Now, and from now on again whenever it is called. A sandbox that is stopped is resumed."""
+    """Now, and from now on whenever it is called. Resumes a stopped sandbox."""
     return as_json(await plane.mcp.start(id, server))
 
 
 @router.operation(STOP_MCP_SERVER, "Stop an MCP server", McpServerInfo, 404, 409, 502)
 async def stop_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Response:
-    """Its process is ended, and calls are refused until it is started again."""
+    """Ends its process and refuses calls until it is started again."""
     return as_json(await plane.mcp.stop(id, server))
 
 
-@router.operation(GET_MCP_LOG, "What an MCP server wrote to its standard error", McpLog, 404, 409, 502)
+@router.operation(GET_MCP_LOG, "The log of an MCP server", McpLog, 404, 409, 502)
 async def get_mcp_log(
     id: SandboxId,
     server: Name,
@@ -89,21 +87,21 @@ async def get_mcp_log(
     offset: Annotated[int, Query(ge=0, le=10**15)] = 0,
     limit: Annotated[int, Query(ge=1, le=256 * 1024)] = 64 * 1024,
 ) -> Response:
-    """The newest 256 KB are kept while the sandbox lives."""
+    """Its standard error: the newest 256 KB, while the sandbox runs."""
     return as_json(await plane.mcp.log(id, server, offset=offset, limit=limit))
 
 
-@router.operation(GET_MCP_CATALOGUE, "What an MCP server offers", McpCatalogue, 404, 409, 502)
+@router.operation(GET_MCP_CATALOGUE, "The catalogue of an MCP server", McpCatalogue, 404, 409, 502)
 async def get_mcp_catalogue(id: SandboxId, server: Name, plane: Plane) -> Response:
-    """As it is known: tools, prompts, resources. Nothing is started for it."""
+    """The stored tools, prompts and resources. Starts nothing."""
     return as_json(await plane.mcp.catalogue(id, server))
 
 
 @router.operation(
-    REFRESH_MCP_SERVER, "Ask an MCP server what it offers now", McpCatalogue, 404, 409, 413, 422, 429, 502, 503
+    REFRESH_MCP_SERVER, "Refresh the catalogue of an MCP server", McpCatalogue, 404, 409, 413, 422, 429, 502, 503
 )
 async def refresh_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Response:
-    """In a sandbox that lasts for that long, with a copy of the workspace. Why it could not be asked is in `error`."""
+    """Asks the server in a temporary sandbox with a copy of the workspace. `error` says why that failed."""
     return as_json(await plane.mcp.refresh(id, server))
 
 
@@ -111,7 +109,7 @@ async def refresh_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Respo
     MCP_REQUEST, "Call a tool of an MCP server", McpResult, 404, 409, 413, 422, 429, 502, 503, parses=McpRequest
 )
 async def mcp_request(request: Request) -> Response:
-    """Starts the server, and resumes the sandbox, if need be. What the tool complains of is a result."""
+    """Starts the server and resumes the sandbox if necessary. An error of the tool is a result."""
     wanted, names = await body_of(request, McpRequest), request.path_params
     return as_json(await plane_of(request).mcp.request(names["id"], names["server"], wanted))
 
@@ -128,16 +126,14 @@ async def mcp_request(request: Request) -> Response:
     502,
     503,
     responses={
-        202: {"description": "a notification was taken"},
-        406: {"description": "the client does not take what an MCP client must take"},
+        202: {"description": "a notification was accepted"},
+        406: {"description": "the client does not accept the content types that MCP requires"},
     },
     parses=McpRequest,
     openapi_extra={"requestBody": {"content": {"application/json": _MESSAGE}}},
 )
 async def connect_mcp_server(request: Request) -> Response:
-    """Streamable HTTP, without sessions. Lists are answered from the catalogue; calls pass policy as `mcp_request`
-    does.
-    """
+    """Streamable HTTP, without sessions. Lists come from the catalogue; policy decides calls as for `mcp_request`."""
     from carrel.api.mcp_endpoint import McpResponse
 
     known_query(request)

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus and whatever reads its formats."""
+"""Metrics for Prometheus and compatible readers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ router = Router(tags=["host"])
 _TEXT = {"schema": {"type": "string"}}
 
 
-@router.operation(GET_METRICS, "What is measured", {"content": {"text/plain": _TEXT, OPENMETRICS: _TEXT}})
+@router.operation(GET_METRICS, "Metrics", {"content": {"text/plain": _TEXT, OPENMETRICS: _TEXT}})
 async def get_metrics(request: Request, plane: Plane) -> Response:
-    """In the text format of Prometheus, or as OpenMetrics for who accepts that. Needs the token like the rest."""
+    """In the text format of Prometheus, or as OpenMetrics if the Accept header asks for it. Needs a token."""
     body, media_type = await asyncio.to_thread(plane.metrics.render, request.headers.get("accept", ""))
     return Response(body, headers={"content-type": media_type, "cache-control": "no-store"})

@@ -1,4 +1,4 @@
-"""`/docs`: the API as a page of its own, made from the OpenAPI document. It loads nothing from anywhere else."""
+"""The page `/docs`, built from the OpenAPI document. It loads nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ body{color:#e6edf3;background:#0d1117} td,th,details,h2{border-color:#30363d} .s
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The whole page."""
     return "".join(_parts(document))
 
 

@@ -1,4 +1,4 @@
-"""What the resource modules share: the control plane of a request, strict query strings, answers and event streams."""
+"""Shared by the resource modules: the control plane of a request, strict query strings, answers and event streams."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SSE = "text/event-stream"
 
 
 def plane_of(connection: HTTPConnection) -> ControlPlane:
-    """The control plane the app was made for."""
+    """Return the control plane of the application."""
     return cast(ControlPlane, connection.app.state.plane)
 
 
@@ -40,7 +40,7 @@ CommandId = Annotated[str, Path(alias="cid", max_length=128, description="id of 
 
 
 def known_query(request: Request) -> None:
-    """Refuse a query parameter that the route does not have; a misspelt flag must not be ignored."""
+    """Refuse an unknown query parameter: a misspelt flag must not be ignored."""
     if not request.scope["query_string"]:
         return
     route = request.scope.get("route")
@@ -81,7 +81,7 @@ def _file_path(
 
 
 def raw_query(request: Request, name: str) -> str | None:
-    """A query parameter whose bytes may not be UTF-8, as surrogate escapes."""
+    """Return a query parameter; bytes that are not UTF-8 become surrogate escapes."""
     text = request.scope["query_string"].decode("latin-1")
     return dict(parse_qsl(text, keep_blank_values=True, errors="surrogateescape")).get(name)
 
@@ -90,12 +90,12 @@ FilePath = Annotated[str, Depends(_file_path)]
 
 
 def as_json(value: BaseModel, status: int = 200) -> Response:
-    """A model as an answer. File names may carry surrogate escapes, which only this encoder lets through."""
+    """Return a model as an answer. File names may contain surrogate escapes, which only the `json` module encodes."""
     return Response(json.dumps(value.model_dump(mode="json")), status, media_type="application/json")
 
 
 async def body_of(request: Request, model: type[M]) -> M:
-    """The body of a hot route, without the framework's own parsing."""
+    """Parse the body of a frequent route, without the framework."""
     if request.scope["query_string"]:
         known_query(request)
     try:
@@ -105,7 +105,7 @@ async def body_of(request: Request, model: type[M]) -> M:
 
 
 def described(model: type[BaseModel], *names: str) -> dict[str, Any]:
-    """What the OpenAPI document says of a route whose parameters and body the framework does not see."""
+    """Return the OpenAPI description of a route whose parameters and body the framework does not see."""
     text = {"type": "string", "maxLength": 128}
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {
@@ -115,7 +115,6 @@ def described(model: type[BaseModel], *names: str) -> dict[str, Any]:
 
 
 def wants_sse(request: Request) -> bool:
-    """Whether the caller asked for server-sent events."""
     return SSE in request.headers.get("accept", "")
 
 
@@ -140,8 +139,8 @@ async def _lines(chunks: AsyncIterator[Chunk], offset: int, sse: bool) -> AsyncI
 
 
 async def streamed_body(request: Request) -> AsyncIterator[bytes]:
-    """The body as it comes; a request without any is refused, and an empty body has the length 0. That a caller goes
-    away in the middle is no failure of carrel.
+    """Yield the body as it comes. Refuses a request without a body; an empty body has the length 0. A caller that
+    disconnects early gets `InvalidRequest`: it is not a failure of carrel.
     """
     if "content-length" not in request.headers and "transfer-encoding" not in request.headers:
         raise InvalidRequest("there is no body", field="body", hint="send `Content-Length: 0` for an empty file")
@@ -153,11 +152,11 @@ async def streamed_body(request: Request) -> AsyncIterator[bytes]:
 
 
 class Stream(StreamingResponse):
-    """A stream that is closed with the answer, also when the caller goes away, so that nothing lingers."""
+    """A stream that is closed with the answer, also when the caller disconnects."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it. Not as the framework does, which breaks a stream off again and again until it has ended, and with it
-        all that is still to be tidied up.
+        """Send the stream. Unlike the framework, which cancels a stream repeatedly until it has ended, also during its
+        cleanup.
         """
         sending = asyncio.ensure_future(self.stream_response(send))
         leaving = asyncio.ensure_future(self.listen_for_disconnect(receive))
@@ -175,7 +174,9 @@ class Stream(StreamingResponse):
 async def event_stream(
     request: Request, chunks: AsyncIterator[Chunk], *, offset: int = 0, headers: dict[str, str] | None = None
 ) -> Response:
-    """Output events as NDJSON, or as server-sent events when asked for. Opens the stream, so errors get a status."""
+    """Return output events as NDJSON, or as server-sent events if requested. Opens the stream first, so that errors get
+    a status.
+    """
     sse = wants_sse(request)
     await anext(chunks)
     kept = {"cache-control": "no-store", **(headers or {})}

@@ -1,4 +1,4 @@
-"""The policy of a context: its documents, and what they say of a command."""
+"""The policy of a context: its documents, and explanations of its verdicts."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ router = Router(prefix="/v1/contexts/{context_id}/policy", tags=["policies"])
 
 @router.operation(GET_POLICY, "The policy of a context", PolicyInfo)
 async def get_policy(context_id: Context, plane: Plane) -> Response:
-    """As it was given, with what its author should know. A context without one has version 0."""
+    """The documents, with warnings for their author. A context without a policy has version 0."""
     return as_json(await plane.policies.get(context_id))
 
 
 @router.operation(PUT_POLICY, "Change the policy of a context", PolicyInfo, 409, 413)
 async def put_policy(context_id: Context, body: PolicyDocuments, plane: Plane) -> Response:
-    """Refused whole when a rule cannot be read. It holds from the next operation on."""
+    """Refused completely when a rule cannot be read. It applies from the next operation on."""
     arguments = body.model_dump(mode="json", exclude_unset=True)
     async with plane.operations.admit(PUT_POLICY, arguments, context_id=context_id):
         return as_json(await plane.policy_changes.put(context_id, body, who().subject))
 
 
-@router.operation(DELETE_POLICY, "Forget the policy of a context", None)
+@router.operation(DELETE_POLICY, "Delete the policy of a context", None)
 async def delete_policy(context_id: Context, plane: Plane) -> Response:
-    """The server's own holds from now on."""
+    """From now on the policy of the server applies."""
     async with plane.operations.admit(DELETE_POLICY, {}, context_id=context_id):
         await plane.policy_changes.delete(context_id)
     return Response(status_code=204)
 
 
-@router.operation(EXPLAIN_POLICY, "What the policy says of a command", Explanation, 413)
+@router.operation(EXPLAIN_POLICY, "Explain the verdict on a command", Explanation, 413)
 async def explain_policy(context_id: Context, body: ExplainRequest, plane: Plane) -> Response:
-    """Part by part. Nothing is run."""
+    """Part by part. Runs nothing."""
     return as_json(await plane.policies.explain(context_id, body.command, body.cwd))

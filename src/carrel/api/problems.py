@@ -1,5 +1,5 @@
-"""Every failure as a problem answer (RFC 9457), also those that the framework finds. No text of a traceback
-ever leaves.
+"""Every failure as a problem answer (RFC 9457), also failures that the framework finds. No answer
+contains a traceback.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLACES = {"body", "query", "path", "header"}
 
 
 class Problem(BaseModel):
-    """What went wrong (RFC 9457): `code` is stable, `field` names the offending field, `hint` the remedy."""
+    """A failure (RFC 9457): `code` is stable, `field` names the wrong field, `hint` the remedy."""
 
     type: str = Field(examples=["urn:carrel:problem:invalid_request"])
     title: str
@@ -38,15 +38,15 @@ class Problem(BaseModel):
     field: str | None = None
     hint: str | None = None
     approval: str | None = Field(
-        default=None, description="the approval that waits; ask again with it once it is given"
+        default=None, description="the approval that waits; send the request again with it once it is approved"
     )
-    retry: bool | None = Field(default=None, description="whether the same request can do better later")
+    retry: bool | None = Field(default=None, description="whether the same request may succeed later")
 
 
 _MEANING = {
     400: "The request is not valid",
-    401: "No token, or a wrong one",
-    403: "Denied by policy or not in the rights of the token; or a person has to decide first (`approval`)",
+    401: "No token, or an invalid one",
+    403: "Denied by policy, or not permitted for this token; or a person has to decide first (`approval`)",
     404: "Not found",
     409: "Not possible in this state",
     413: "Too large",
@@ -61,7 +61,7 @@ _ALWAYS = (400, 401, 403, 429)
 
 
 def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The `responses` of a route that can fail in these ways, besides those every route has."""
+    """Return the `responses` of a route that can fail with these statuses, and with those that every route has."""
     content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
     declared: dict[int | str, dict[str, Any]] = {
         status: {"description": _MEANING[status], "content": content} for status in sorted({*_ALWAYS, *statuses})
@@ -71,12 +71,10 @@ def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def encode(problem: Mapping[str, object]) -> bytes:
-    """A problem as JSON."""
     return json.dumps(problem, default=str).encode()
 
 
 def answer(error: CarrelError, status: int | None = None, headers: Mapping[str, str] | None = None) -> Response:
-    """The answer for an error."""
     body = error.problem()
     if status is not None:
         body["status"] = status
@@ -84,7 +82,7 @@ def answer(error: CarrelError, status: int | None = None, headers: Mapping[str, 
 
 
 def _known_fields(model: type[BaseModel] | None, location: Sequence[object]) -> set[str]:
-    """The fields that the request's model, or the model inside it at this location, has."""
+    """Return the fields of the model of a request, or of the model inside it at this location."""
     models = set() if model is None else {model}
     for part in location:
         inner = [each.model_fields[str(part)].annotation for each in models if str(part) in each.model_fields]
@@ -94,14 +92,14 @@ def _known_fields(model: type[BaseModel] | None, location: Sequence[object]) -> 
 
 
 def _models_in(annotation: object) -> set[type[BaseModel]]:
-    """The models that a value of this type is made of."""
+    """Return the models in a type."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return {annotation}
     return set().union(*map(_models_in, get_args(annotation)))
 
 
 def _name(location: Sequence[object]) -> str:
-    """The field a validator means, without the names of the alternatives it tried."""
+    """Return the name of the field that a validator reports, without the alternatives that it tried."""
     parts = [str(part) for part in location]
     if parts and parts[0] in _PLACES:
         parts = parts[1:]
@@ -109,10 +107,10 @@ def _name(location: Sequence[object]) -> str:
 
 
 def invalid(errors: Sequence[Mapping[str, Any]], model: type[BaseModel] | None) -> InvalidRequest:
-    """The error for what a validator found; it speaks of the first finding, the others are counted. `model` is what was
-    expected; None where there is no body.
+    """Return the error for the findings of a validator; it describes the first and counts the others. `model` is the
+    expected model; None without a body.
     """
-    # A field that is unknown is often the misspelt one of another that is missing.
+    # An unknown field is often a misspelling of a missing one.
     first = next((each for each in errors if each.get("type") == "extra_forbidden"), errors[0])
     kind, location = str(first.get("type", "")), tuple(first.get("loc", ()))
     message = str(first.get("msg", "not valid"))
@@ -147,13 +145,13 @@ async def _carrel(request: Request, error: Exception) -> Response:
 
 
 async def _clean(request: Request, error: CarrelError) -> None:
-    """What is raised before an operation begins may quote what was sent."""
+    """Remove secrets: an error before admission may quote the request."""
     named = request.path_params
     await request.app.state.plane.secret_values.clean_error(named.get("id") or named.get("context_id"), error)
 
 
 def _body_model(request: Request) -> type[BaseModel] | None:
-    """The model of a route's body."""
+    """Return the model of a route's body."""
     field = getattr(request.scope.get("route"), "body_field", None)
     found = set() if field is None else _models_in(field.field_info.annotation)
     return found.pop() if len(found) == 1 else None
@@ -172,7 +170,7 @@ async def _socket_validation(socket: Request, error: Exception) -> Response:
 
 
 def _methods(routes: Sequence[BaseRoute], scope: Scope) -> set[str]:
-    """The methods that a path has: the framework names those of its first route only."""
+    """Return the methods of a path: the framework names only those of its first route."""
     found = [route for route in routes if route.matches(scope)[0] is not Match.NONE]
     return {method for route in found for method in getattr(route, "methods", None) or ()}
 
@@ -190,7 +188,7 @@ async def _http(routes: Sequence[BaseRoute], request: Request, error: Exception)
         await _clean(request, missing)
         return answer(missing)
     status = error.status_code if 400 <= error.status_code < 500 else 400
-    # The framework raises none of its own besides the two above but for a body it cannot read.
+    # Besides the two above, the framework raises only for a body that it cannot read.
     return answer(InvalidRequest(str(error.detail)[:500], field="body", hint="see /docs"), status)
 
 
@@ -202,7 +200,7 @@ UNEXPECTED = PlatformError("carrel failed in a way it did not expect", hint="the
 
 
 def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Make the app, which has these routes, answer every failure with a problem."""
+    """Make the app answer every failure with a problem."""
     app.add_exception_handler(CarrelError, _carrel)
     app.add_exception_handler(RequestValidationError, _validation)
     app.add_exception_handler(WebSocketRequestValidationError, _socket_validation)

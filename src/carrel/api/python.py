@@ -1,4 +1,4 @@
-"""Python: calls in fresh processes. From its start on, a call is a command: stream it, feed it, signal it by its id."""
+"""Python code in fresh processes. A started call is a command: stream it, send it input, signal it by its id."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ router = Router(prefix="/v1/sandboxes/{id}", tags=["python"])
     RUN_PYTHON, "Run Python code to its end", PythonResult, 404, 409, 413, 422, 429, 502, parses=PythonRequest
 )
 async def run_python(request: Request) -> Response:
-    """In a fresh process of a warm interpreter. What the code raises is a result, not an error."""
+    """In a fresh process of a warm interpreter. An exception of the code is a result, not an error."""
     wanted = await body_of(request, PythonRequest)
     return as_json(await plane_of(request).python.run(request.path_params["id"], wanted))
 
@@ -27,7 +27,7 @@ async def run_python(request: Request) -> Response:
     START_PYTHON, "Start Python code in the background", CommandInfo, 404, 409, 413, 422, 429, 502, status=201
 )
 async def start_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Response:
-    """Answers at once; it is a command from now on."""
+    """Answers at once; the call is a command from now on."""
     return as_json(await plane.python.start(id, body), 201)
 
 
@@ -43,7 +43,7 @@ async def start_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Resp
     502,
 )
 async def stream_python(id: SandboxId, body: PythonRequest, plane: Plane, request: Request) -> Response:
-    """It goes on when the caller goes away; attach again with the id of the command and the last offset."""
+    """It continues when the caller disconnects; attach again with the id of the command and the last offset."""
     info = await plane.python.start(id, body)
     chunks = plane.operations.command_output(id, info.id)
     return await event_stream(request, chunks, headers={"carrel-command-id": info.id})

@@ -1,4 +1,4 @@
-"""Sandboxes: get or create, list, look, end."""
+"""Sandboxes: get or create, list, stop, terminate."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def deploy_or_resume(
         str | None, Header(min_length=1, max_length=255, description="the same key gives the same sandbox")
     ] = None,
 ) -> Response:
-    """The running sandbox of a context, started on its workspace if need be; without a context a throw-away one."""
+    """The running sandbox of a context, started on its workspace if necessary; without a context an ephemeral one."""
     require(DEPLOY_OR_RESUME, body.context_id)
     info, started = await plane.operations.deploy_or_resume(body, idempotency_key)
     return as_json(info, 201 if started else 200)
@@ -52,10 +52,12 @@ async def list_sandboxes(
     plane: Plane,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
-    state: Annotated[State | None, Query(description="only in this state; terminated ones only so")] = None,
+    state: Annotated[
+        State | None, Query(description="only in this state; terminated ones are listed only with it")
+    ] = None,
     context_id: Annotated[str | None, Query(max_length=128)] = None,
 ) -> Response:
-    """Newest first. Only what is in the token's reach, so that a page may have few or none and still a `next`."""
+    """Newest first, within the reach of the token: a page may be short or empty and still have a `next`."""
     states = None if state is None else [state]
     page = await plane.sessions.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
     page.items = [info for info in page.items if who().reaches(info.context_id)]
@@ -69,26 +71,26 @@ async def get_sandbox(id: SandboxId, plane: Plane) -> Response:
     return as_json(await plane.sessions.get(id))
 
 
-@router.operation(GET_USAGE, "What a workspace holds", WorkspaceUsage, 404, 409)
+@router.operation(GET_USAGE, "Size of a workspace", WorkspaceUsage, 404, 409)
 async def get_usage(id: SandboxId, plane: Plane) -> Response:
-    """Against what it may hold."""
+    """And its limit."""
     return as_json(await plane.sessions.usage(id))
 
 
 @router.operation(STOP, "Stop a sandbox, keep its workspace", SandboxInfo, 404, 502)
 async def stop(id: SandboxId, plane: Plane) -> Response:
-    """What runs in it ends. `deploy_or_resume` starts it again on the same files. An ephemeral one is terminated."""
+    """Ends its processes. `deploy_or_resume` starts it again on the same files. An ephemeral one is terminated."""
     return as_json(await plane.operations.stop(id))
 
 
 @router.operation(TERMINATE, "End a session", SandboxInfo, 404, 413, 502)
 async def terminate(id: SandboxId, plane: Plane, body: TerminateRequest | None = None) -> Response:
-    """The sandbox ends with everything in it. A durable workspace stays unless asked otherwise."""
+    """Ends the sandbox with everything in it. A durable workspace stays unless the request deletes it."""
     request = body or TerminateRequest()
     return as_json(await plane.operations.terminate(id, request))
 
 
-@router.operation(HEALTH, "What the supervisor says of itself", SupervisorHealth, 404, 409, 502)
+@router.operation(HEALTH, "Health of the supervisor", SupervisorHealth, 404, 409, 502)
 async def get_sandbox_health(id: SandboxId, plane: Plane) -> Response:
-    """It comes from inside the sandbox, so it proves nothing."""
+    """The answer comes from inside the sandbox, so it cannot be trusted."""
     return as_json(await plane.operations.health(id))

@@ -1,4 +1,4 @@
-"""The secrets of a context: put, listed by name, deleted. No route gives a value back."""
+"""The secrets of a context: put, list by name, delete. No route returns a value."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ async def list_secrets(context_id: Context, plane: Plane) -> Response:
     return as_json(await plane.secrets.list(context_id))
 
 
-@router.operation(PUT_SECRET, "Keep a secret", SecretName, 413, 422, 429, 502)
+@router.operation(PUT_SECRET, "Store a secret", SecretName, 413, 422, 429, 502)
 async def put_secret(context_id: Context, name: Name, body: SecretValue, plane: Plane) -> Response:
-    """It is the file `/run/secrets/NAME` of the context's sandbox; a running one has it at once."""
+    """It is the file `/run/secrets/NAME` in the sandbox of the context; a running one gets it at once."""
     async with plane.operations.admit(PUT_SECRET, {"name": name}, context_id=context_id):
         return as_json(await plane.secrets.put(context_id, name, body.bytes()))
 
 
-@router.operation(DELETE_SECRET, "Forget a secret", None, 404, 502)
+@router.operation(DELETE_SECRET, "Delete a secret", None, 404, 502)
 async def delete_secret(context_id: Context, name: Name, plane: Plane) -> Response:
     """A running sandbox loses it at once."""
     async with plane.operations.admit(DELETE_SECRET, {"name": name}, context_id=context_id):

@@ -1,4 +1,4 @@
-"""The HTTP server under the application: takes connections on a socket until it is told to end. Knows no route."""
+"""The HTTP server under the application: accepts connections on a socket until it ends. Knows no route."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GRACE_S = 5
 
 
 class HttpServer(uvicorn.Server):
-    """Runs inside an event loop of others: signals belong to whoever owns it, and nothing ticks while nobody asks."""
+    """Runs in the event loop of its owner, which handles signals; has no periodic work."""
 
     def __init__(self, app: ASGIApp, connections: Connections):
         super().__init__(
@@ -39,14 +39,14 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture none: the owner of the event loop does."""
         yield
 
     async def main_loop(self) -> None:
-        """Wait for the end. There is no header to renew and no count of requests to look at."""
+        """Wait for the end, without the periodic tick of uvicorn."""
         await self._ending.wait()
 
     def end(self) -> None:
-        """Take no more connections, and end once those there are have been answered."""
+        """Accept no more connections, and end when the open requests are answered."""
         self.should_exit = True
         self._ending.set()

@@ -27,7 +27,7 @@ SnapshotId = Annotated[str, Path(min_length=1, max_length=64)]
 
 @router.operation(TAKE_SNAPSHOT, "Take a snapshot", SnapshotInfo, 404, 409, 429, status=201)
 async def take_snapshot(id: SandboxId, plane: Plane) -> Response:
-    """An immutable picture of the workspace as it is now; it costs what changed since the last one."""
+    """An immutable copy of the workspace; it takes the space of what changed since the last one."""
     return as_json(await plane.snapshots.take(id), 201)
 
 
@@ -44,7 +44,7 @@ async def list_snapshots(
 
 @router.operation(DELETE_SNAPSHOT, "Delete a snapshot", None, 404, 409)
 async def delete_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) -> Response:
-    """For good. Other snapshots stay whole."""
+    """For good. Other snapshots stay complete."""
     await plane.snapshots.delete(id, snapshot_id)
     return Response(status_code=204)
 
@@ -75,7 +75,7 @@ async def diff_snapshots(
 
 @router.operation(RESTORE, "Restore a snapshot", SandboxInfo, 404, 409, 413)
 async def restore(id: SandboxId, body: RestoreRequest, plane: Plane) -> Response:
-    """The workspace gets the snapshot's files. What runs is ended; a running sandbox is started again."""
+    """Replaces the files of the workspace. A running sandbox is stopped and started again."""
     return as_json(await plane.snapshots.restore(id, body.snapshot_id))
 
 

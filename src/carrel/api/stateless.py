@@ -1,4 +1,4 @@
-"""Calls of Python that name no sandbox."""
+"""Python calls without a sandbox of their own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from carrel.models.operations import EXECUTE_BUNDLE, EXECUTE_STATELESS
 router = Router(tags=["python"])
 RETRY_AFTER_S = 1
 CALL_MODEL = StatelessRequest
-"""What the framework does not see of a hot route, for whoever describes it."""
+"""The model of a body that the framework does not see, for the OpenAPI document."""
 
 
 @router.operation(
@@ -40,8 +40,8 @@ CALL_MODEL = StatelessRequest
     parses=StatelessRequest,
 )
 async def execute_stateless(request: Request) -> Response:
-    """In a sandbox of the template that only this caller's calls use, emptied after each. When all are busy for too
-    long the answer is 429 with `Retry-After`.
+    """In a sandbox of the template that only this caller uses, emptied after each call. When all are busy for too long,
+    the answer is 429 with `Retry-After`.
     """
     wanted = await body_of(request, StatelessRequest)
     try:

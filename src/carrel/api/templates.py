@@ -1,4 +1,4 @@
-"""Templates: which there are, and the secrets of those made by one."""
+"""Templates: list them, and manage the secrets of their sandboxes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Name = Annotated[str, Path(min_length=1, max_length=128)]
 
 @router.operation(LIST_TEMPLATES, "The templates of the server", TemplateList)
 async def list_templates(plane: Plane) -> Response:
-    """By name. One that cannot be used says why."""
+    """By name. A template that cannot be used says why."""
     return as_json(await plane.packages.templates())
 
 
@@ -30,17 +30,17 @@ async def list_template_secrets(template: Template, plane: Plane) -> Response:
     return as_json(await plane.secrets.list(template, kind="template"))
 
 
-@router.operation(PUT_TEMPLATE_SECRET, "Keep a secret of a template", SecretName, 413, 422, 502)
+@router.operation(PUT_TEMPLATE_SECRET, "Store a secret of a template", SecretName, 413, 422, 502)
 async def put_template_secret(template: Template, name: Name, body: SecretValue, plane: Plane) -> Response:
-    """Every sandbox made by the template has it as the file `/run/secrets/NAME`, unless its context has one of that
-    name; running ones have it at once.
+    """Every sandbox of the template has it as the file `/run/secrets/NAME`, unless its context has one of that name;
+    running ones get it at once.
     """
     await plane.templates.get(template)
     async with plane.operations.admit(PUT_TEMPLATE_SECRET, {"template": template, "name": name}):
         return as_json(await plane.secrets.put(template, name, body.bytes(), kind="template"))
 
 
-@router.operation(DELETE_TEMPLATE_SECRET, "Forget a secret of a template", None, 404, 502)
+@router.operation(DELETE_TEMPLATE_SECRET, "Delete a secret of a template", None, 404, 502)
 async def delete_template_secret(template: Template, name: Name, plane: Plane) -> Response:
     """Running sandboxes lose it at once."""
     async with plane.operations.admit(DELETE_TEMPLATE_SECRET, {"template": template, "name": name}):

@@ -1,4 +1,4 @@
-"""Terminals over WebSockets: binary frames are bytes both ways, text frames are JSON. The terminal dies with
+"""Terminals over WebSockets: binary frames are bytes in both directions, text frames are JSON. The terminal ends with
 the socket.
 """
 
@@ -39,7 +39,7 @@ async def terminal(
     cols: Annotated[int, Query(ge=1, le=1000)] = 80,
     command: Annotated[str, Query(min_length=1, max_length=8192)] = _SHELL,
 ) -> None:
-    """Open a terminal. Refusals come before the socket is accepted, as a problem answer."""
+    """Open a terminal. A refusal is a problem answer, before the socket is accepted."""
     await permit(OPEN_TERMINAL, socket.scope)
     operations = plane_of(socket).operations
     try:
@@ -93,7 +93,7 @@ async def _input(socket: WebSocket, operations: Operations, sandbox: str, comman
             elif text is not None:
                 await operations.resize_terminal(sandbox, command, _size(text))
         except NotRunning:
-            continue  # it has just ended: the output tells
+            continue  # it has just ended: the output shows it
 
 
 def _size(text: str) -> TerminalSize:
@@ -118,4 +118,4 @@ async def _close(socket: WebSocket, error: BaseException) -> None:
         await socket.send_text(json.dumps({"error": error.problem()}, default=str))
         await socket.close(1008 if error.status < 500 else 1011, error.code)
     except (RuntimeError, WebSocketDisconnect):
-        pass  # the caller is gone already
+        pass  # the caller has already gone

@@ -1,4 +1,4 @@
-"""Tokens: make, list, revoke. A token is shown once, when it is made."""
+"""Tokens: create, list, revoke. A token is shown once, when it is created."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _values(token: Token) -> dict[str, object]:
 
 
 def _within(token: Token, identity: Identity) -> bool:
-    """Whether a token reaches no further than who asks: only then is it theirs to see and revoke."""
+    """Whether a token reaches no further than the caller: only then may the caller see and revoke it."""
     if identity.namespace is not None and token.namespace != identity.namespace:
         return False
     return identity.contexts is None or (token.contexts is not None and identity.contexts >= set(token.contexts))
@@ -46,9 +46,9 @@ async def _known(plane: ControlPlane, token_id: str) -> Token:
     return token
 
 
-@router.operation(CREATE_TOKEN, "Make a token", NewToken, 413, status=201)
+@router.operation(CREATE_TOKEN, "Create a token", NewToken, 413, status=201)
 async def create_token(body: TokenRequest, plane: Plane) -> Response:
-    """Nobody gives away more than they have. The answer is the only place where the token is shown."""
+    """A token cannot have more rights than its creator. Only this answer shows the token."""
     expires = body.expires_at
     if expires is not None and expires.tzinfo is None:
         expires = expires.replace(tzinfo=UTC)
@@ -73,15 +73,15 @@ async def list_tokens(
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
 ) -> Response:
-    """Newest first, revoked ones too. Only those that reach no further than the token of who asks."""
+    """Newest first, revoked ones too. Only those that reach no further than the caller's token."""
     found, following = await plane.tokens.page(limit=limit, cursor=cursor)
     mine = [TokenInfo.model_validate(_values(token)) for token in found if _within(token, who())]
     return as_json(TokenPage(items=mine, next=following))
 
 
-@router.operation(GET_IDENTITY, "Who asks", IdentityInfo)
+@router.operation(GET_IDENTITY, "The identity of the caller", IdentityInfo)
 async def get_identity() -> Response:
-    """Whom the token of this request stands for, and what it is for. Every token may ask."""
+    """The subject, scopes and reach of the token of this request. Every token may ask."""
     identity = who()
     values = {name: getattr(identity, name) for name in ("subject", "kind", "namespace", "token_id")}
     contexts = None if identity.contexts is None else sorted(identity.contexts)
@@ -100,7 +100,7 @@ async def get_token(token_id: TokenId, plane: Plane) -> Response:
 
 @router.operation(REVOKE_TOKEN, "Revoke a token", TokenInfo, 404)
 async def revoke_token(token_id: TokenId, plane: Plane) -> Response:
-    """It is worthless at once here, and within seconds on other servers. Revoking twice is no error."""
+    """It is invalid at once here, and within seconds on other servers. Revoking twice is not an error."""
     await _known(plane, token_id)
     async with plane.operations.admit(REVOKE_TOKEN, {"id": token_id}):
         return as_json(TokenInfo.model_validate(_values(await plane.tokens.revoke(token_id))))

@@ -1,4 +1,4 @@
-"""Named tools, for agents that call tools by name."""
+"""Tools by name, for agents that call tools."""
 
 from __future__ import annotations
 
@@ -14,5 +14,7 @@ router = Router(prefix="/v1/sandboxes/{id}", tags=["tools"])
 
 @router.operation(TOOL_REQUEST, "Call a tool", ToolResult, 404, 409, 413, 422, 429, 502)
 async def tool_request(id: SandboxId, body: ToolRequest, plane: Plane) -> Response:
-    """`create_file` takes `path`, `content` or `content_base64`, and `mode`; `python_exec` what `run_python` does."""
+    """`create_file` takes `path`, `content` or `content_base64`, and `mode`; `python_exec` takes the fields of
+    `run_python`.
+    """
     return as_json(await plane.tools.call(id, body))
