@@ -77,11 +77,12 @@ def files_of(extra: str) -> list[Path]:
     elif extra == "server":
         parts = [entry.name for entry in SOURCE.iterdir() if entry.name not in NOT_SERVER]
     elif extra == "mcp":
-        parts = ["integrations/mcp", "cli/mcp.py"]
+        parts = ["integrations/mcp", "integrations/http.py", "integrations/client_pool.py", "cli/mcp.py"]
     elif extra == "deepagents":
         parts = ["integrations/deepagents.py"]
     else:
-        parts = [f"integrations/{extra}"]
+        parts = [f"integrations/{extra}", "integrations/text.py"]
+        parts += ["integrations/http.py", "integrations/client_pool.py"] if extra == "a2a" else []
     return [
         file for part in parts for file in ([SOURCE / part] if part.endswith(".py") else (SOURCE / part).rglob("*.py"))
     ]

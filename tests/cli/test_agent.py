@@ -66,4 +66,4 @@ def test_agent_for_other_machines_warns_of_plain_http(
         assert b"listens on" in agent.stdout.readline()
         agent.terminate()
         told = agent.stderr.read()
-    assert (b"in the clear" in told) is warned
+    assert (b"unencrypted" in told) is warned

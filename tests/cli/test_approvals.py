@@ -49,7 +49,7 @@ def test_a_refusal_says_how_to_go_on(carrel: Carrel, people: dict[str, dict[str,
     handle = waits(carrel, context)
     assert refused.returncode == 1 and first.startswith("error: a person has to decide")
     again = shlex.join(["carrel", "exec", "--approval", handle, *asked])
-    assert second == f"hint: somebody else lets it with `carrel approve {handle}`; then `{again}`"
+    assert second == f"hint: another person allows it with `carrel approve {handle}`; then `{again}`"
 
     shown = carrel("approvals", env=people["ann"]).stdout.decode()
     assert handle in shown and "agent:coder" in shown and "touch 'a b' (with cwd, env)" in shown
@@ -62,7 +62,7 @@ def test_a_refusal_says_how_to_go_on(carrel: Carrel, people: dict[str, dict[str,
     assert carrel(*words, env=people["agent"]).returncode == 0
     used = carrel(*words, env=people["agent"])
     assert used.returncode == 1 and b"used already" in used.stderr
-    assert carrel("approvals", "--context", context).stderr == b"nothing waits for a person\n"
+    assert carrel("approvals", "--context", context).stderr == b"no operation waits for approval\n"
     assert waits(carrel, context, "--all") == handle
 
 
@@ -80,7 +80,7 @@ def test_what_was_approved_runs_once_by_every_command(
     asked = [context if word == "CONTEXT" else word for word in asked]
     refused = carrel(*asked, env=people["agent"])
     handle = waits(carrel, context)
-    told = f"hint: somebody else lets it with `carrel approve {handle}`; then the same again with `--approval {handle}`"
+    told = f"hint: another person allows it with `carrel approve {handle}`; then repeat this command with `--approval {handle}`"
     assert refused.stderr.decode().splitlines()[-1] == told
     assert carrel("approve", handle, env=people["ann"]).returncode == 0
     again = [asked[0], "--approval", handle, *asked[1:]]
@@ -97,7 +97,7 @@ def test_a_command_that_takes_no_approval_says_what_helps(
     assert b"output/" in carrel("ls", "--wait", "1", context, env=people["agent"]).stdout
     refused = carrel("mcp-servers", "add", context, "x", "--", "uname", env=people["agent"])
     handle = waits(carrel, context)
-    assert f"`carrel approve --for-context {handle}`; then try again" in refused.stderr.decode()
+    assert f"`carrel approve --for-context {handle}`; then retry" in refused.stderr.decode()
 
 
 def test_nothing_of_what_is_asked_for_hides(carrel: Carrel, people: dict[str, dict[str, str]], context: str) -> None:
@@ -190,7 +190,7 @@ def test_a_watch_that_ends_with_the_server_says_so(tmp_path: Path) -> None:
                 server.send_signal(signal.SIGTERM)
                 assert server.wait(60) == 0
                 told = watching.communicate(timeout=60)[1]
-            assert watching.returncode == 1 and b"error: the server ended" in told
+            assert watching.returncode == 1 and b"error: the server stopped" in told
         finally:
             server.kill()
 

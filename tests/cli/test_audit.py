@@ -62,7 +62,7 @@ def test_tail_and_search(carrel: Carrel) -> None:
         assert wrong.returncode == 2 and known in wrong.stderr
     assert len(json.loads(carrel("search", "--kind", "file", "--json").stdout)) == 1
     wrong = carrel("search", "--since", "yesterday")
-    assert wrong.returncode == 2 and b"no time such as" in wrong.stderr
+    assert wrong.returncode == 2 and b"not a time such as" in wrong.stderr
 
 
 def test_following(server: Auditing, tmp_path: Path) -> None:

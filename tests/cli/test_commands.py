@@ -64,12 +64,12 @@ def test_signals_and_deadlines_have_their_codes(carrel: Carrel) -> None:
     assert carrel("run", "kill -TERM $$").returncode == 128 + signal.SIGTERM
     for refused in ("nan", "-1"):
         done = carrel("run", f"--timeout={refused}", "true")
-        assert done.returncode != 0 and b"means no deadline" in done.stderr, done.stderr
+        assert done.returncode != 0 and b"means no " in done.stderr, done.stderr
         assert b"Traceback" not in done.stderr
     done = carrel("run", "--timeout", "0.5", "echo before; sleep 60")
     assert done.returncode == 124
     assert done.stdout == b"before\n"
-    assert b"deadline" in done.stderr
+    assert b"timed out" in done.stderr
 
 
 def test_nothing_is_left_on_the_server(carrel: Carrel) -> None:
@@ -234,7 +234,7 @@ def test_ctrl_c_interrupts_the_command_and_the_second_kills_it(server: bool, dat
 
 
 def test_what_makes_a_sandbox_says_so_and_takes_its_options(carrel: Carrel, context: str, tmp_path: Path) -> None:
-    made = f"carrel: made a sandbox for '{context}'; there was none\n".encode()
+    made = f"carrel: created a sandbox for '{context}'; there was none\n".encode()
     try:
         first = carrel("exec", "--memory", "200m", "--network", "none", context, "echo out")
         assert (first.stdout, first.stderr) == (b"out\n", made)

@@ -11,7 +11,7 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.cli.failures import Terminated, exit_code_of, tell
+from carrel.cli.failures import Terminated, exit_code_of, print_error
 from carrel.errors import (
     BY_CODE,
     ApprovalNeeded,
@@ -100,7 +100,7 @@ def test_exit_codes(capsys: pytest.CaptureFixture[str], error: BaseException, co
 
 
 def test_a_hint_is_optional(capsys: pytest.CaptureFixture[str]) -> None:
-    tell("a\nb\x1b[31m")
+    print_error("a\nb\x1b[31m")
     assert capsys.readouterr().err == "error: a b\\x1b[31m\n"
 
 

@@ -18,7 +18,7 @@ def test_an_approvers_token_is_not_for_http(carrel: Carrel, tmp_path: Path) -> N
     file = tmp_path / "token"
     file.write_text("carrel_x\n")
     run = carrel("mcp", "--http", "--approver-token-file", str(file))
-    assert run.returncode == 1 and b"answer in a person's place" in run.stderr and b"hint:" in run.stderr
+    assert run.returncode == 1 and b"answer as a person" in run.stderr and b"hint:" in run.stderr
 
 
 @pytest.mark.parametrize("content", [b"", b"two words", b"\xff\xfe", b"a\x1b"])

@@ -12,7 +12,15 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.cli.options import Wanted, contexts, environment, makes_sandbox, megabytes, networks, program
+from carrel.cli.options import (
+    SandboxOptions,
+    contexts,
+    environment,
+    megabytes,
+    networks,
+    program,
+    takes_sandbox_options,
+)
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
@@ -91,19 +99,19 @@ def test_completion_knows_the_networks() -> None:
 
 
 def test_commands_that_make_sandboxes_share_their_options() -> None:
-    seen: list[tuple[str, Wanted]] = []
+    seen: list[tuple[str, SandboxOptions]] = []
     app = typer.Typer()
 
     @app.command()
-    @makes_sandbox
-    def command(name: str, *, wanted: Wanted) -> None:
-        seen.append((name, wanted))
+    @takes_sandbox_options
+    def command(name: str, *, sandbox: SandboxOptions) -> None:
+        seen.append((name, sandbox))
 
     words = ["--template", "t", "--network", "none", "--memory", "1g", "--disk", "5m", "--cpus", "0.5", "x"]
     app(args=words, standalone_mode=False)
     limits = {"memory_mb": 1024, "disk_mb": 5, "cpus": 0.5}
-    assert seen == [("x", Wanted(template="t", network="none", limits=limits))]
-    assert seen[0][1] and not Wanted()
+    assert seen == [("x", SandboxOptions(template="t", network="none", limits=limits))]
+    assert seen[0][1] and not SandboxOptions()
 
 
 @pytest.mark.parametrize("command", ["run", "exec", "sh", "python", "cp"])

@@ -70,5 +70,5 @@ def test_a_file_runs_in_a_fresh_sandbox(carrel: Carrel, alone: Carrel, tmp_path:
     assert alone("python", str(file)).stdout == b"[] None \n", "no server is needed"
     assert carrel("python", "-", stdin=b"print(7)").stdout == b"7\n"
     missing = carrel("python", "./missing.py")
-    assert missing.returncode == 1 and b"./missing.py cannot be read: No such file" in missing.stderr
+    assert missing.returncode == 1 and b"cannot read ./missing.py: No such file" in missing.stderr
     assert b"need a context" in carrel("python", "--cell", "x", "-c", "1").stderr

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from carrel.cli.connecting import existing, made
+from carrel.cli.connecting import find_or_create, find_or_resume
 from carrel.cli.failures import Terminated
-from carrel.cli.options import Wanted
-from carrel.cli.running import ephemeral, kept, to_the_end
+from carrel.cli.options import SandboxOptions
+from carrel.cli.running import context_sandbox, ephemeral_sandbox, run_with_cleanup
 from carrel.client import AsyncClient, Client
 from carrel.errors import InvalidRequest, NotFound, ServerUnreachable
 from carrel.models import State
@@ -35,11 +35,11 @@ async def test_by_name() -> None:
     name = f"reach-{uuid.uuid4().hex[:8]}"
     with Client(administrator=True) as client:
         with pytest.raises(NotFound):
-            existing(client, name)
-        box = made(client, name, Wanted())
+            find_or_resume(client, name)
+        box = find_or_create(client, name, SandboxOptions())
         try:
-            assert existing(client, name).id == made(client, box.id, Wanted()).id == box.id
-            async with kept(name, Wanted()) as same:
+            assert find_or_resume(client, name).id == find_or_create(client, box.id, SandboxOptions()).id == box.id
+            async with context_sandbox(name, SandboxOptions()) as same:
                 assert same.id == box.id
             assert box.info().state is State.RUNNING, "leaving it does not end it"
         finally:
@@ -48,12 +48,12 @@ async def test_by_name() -> None:
 
 @pytest.mark.usefixtures("here")
 async def test_on_the_server_it_is_gone_afterwards() -> None:
-    async with ephemeral(Wanted(trust="high")) as box, AsyncClient(administrator=True) as client:
+    async with ephemeral_sandbox(SandboxOptions(trust="high")) as box, AsyncClient(administrator=True) as client:
         assert (await client.find(box.id)).ephemeral
     async with AsyncClient(administrator=True) as client:
         with pytest.raises(NotFound):
             await client.find(box.id)
-    async with ephemeral(Wanted(), keep=True) as box:
+    async with ephemeral_sandbox(SandboxOptions(), keep=True) as box:
         pass
     async with AsyncClient(administrator=True) as client:
         assert (await client.attach(await client.find(box.id)).terminate()).state is State.TERMINATED
@@ -61,17 +61,17 @@ async def test_on_the_server_it_is_gone_afterwards() -> None:
 
 @pytest.mark.usefixtures("nowhere")
 async def test_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ephemeral(Wanted(provider="process", trust="high")) as box:
+    async with ephemeral_sandbox(SandboxOptions(provider="process", trust="high")) as box:
         assert (await box.commands.run("echo here")).stdout == "here\n"
     with pytest.raises(InvalidRequest):
-        async with ephemeral(Wanted(provider="nowhere")):
+        async with ephemeral_sandbox(SandboxOptions(provider="nowhere")):
             pass
     with pytest.raises(ServerUnreachable, match="carrel serve"):
-        async with ephemeral(Wanted(), keep=True):
+        async with ephemeral_sandbox(SandboxOptions(), keep=True):
             pass
     monkeypatch.setenv("CARREL_URL", "http://127.0.0.1:9")
     with pytest.raises(ServerUnreachable):
-        async with ephemeral(Wanted()):
+        async with ephemeral_sandbox(SandboxOptions()):
             pass
 
 
@@ -88,7 +88,7 @@ def test_a_signal_lets_the_work_tidy_up(number: signal.Signals) -> None:
             tidied.append(True)
 
     with pytest.raises(Terminated) as caught:
-        to_the_end(work())
+        run_with_cleanup(work())
     assert (caught.value.number, tidied) == (number, [True])
     assert signal.getsignal(number) == signal.SIG_DFL
 
@@ -100,6 +100,6 @@ def test_results_and_errors_pass() -> None:
     async def broken() -> int:
         raise KeyError("x")
 
-    assert to_the_end(value()) == 7
+    assert run_with_cleanup(value()) == 7
     with pytest.raises(KeyError):
-        to_the_end(broken())
+        run_with_cleanup(broken())

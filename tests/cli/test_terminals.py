@@ -113,7 +113,7 @@ def test_it_passes_the_terminal_to_a_command(screen: Callable[..., Screen], tmp_
     name = f"it-{os.urandom(4).hex()}"
     if server:
         at = screen("-it", name, "--", "sh", "-c", "stty size; exec sh", command="exec")
-        at.until(f"made a sandbox for '{name}'".encode())
+        at.until(f"created a sandbox for '{name}'".encode())
     else:
         at = screen("-it", "--", "sh", "-c", "stty size; exec sh", command="run", directory=tmp_path / "nothing")
     at.until(b"30 90")
@@ -137,4 +137,4 @@ def test_it_passes_the_terminal_to_a_command(screen: Callable[..., Screen], tmp_
 
 def test_a_terminal_needs_a_terminal(carrel: Carrel) -> None:
     done = carrel("run", "-t", "true")
-    assert done.returncode == 1 and b"standard input is none" in done.stderr
+    assert done.returncode == 1 and b"standard input is not one" in done.stderr

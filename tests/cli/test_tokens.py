@@ -22,7 +22,7 @@ def test_made_shown_once_used_listed_and_revoked(carrel: Carrel) -> None:
     )  # fmt: skip
     token = made.stdout.decode().strip()
     assert made.returncode == 0 and token.startswith("carrel_")
-    assert f"for agent:{name}; it is not shown again" in made.stderr.decode()
+    assert f"for agent:{name}; it cannot be printed again" in made.stderr.decode()
     table = carrel("token", "ls").stdout.decode()
     [line] = [line for line in table.splitlines() if name in line]
     assert f"{name}:a" in line and "operate, read" in line and "good" in line and token not in table

@@ -1,4 +1,4 @@
-"""The `carrel` command: arguments in, calls of the SDK, text or JSON out. Holds no logic of sandboxes."""
+"""The `carrel` command: parses arguments, calls the SDK, prints text or JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EXTRAS = {
     "run": "server",
     "serve": "server",
 }
-"""The extra whose packages a command imports; every other command needs those of `cli` alone."""
+"""Command → the extra whose packages it imports. All other commands need only `cli`."""
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     given = sys.argv[1:] if arguments is None else arguments
     _open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
-        # A terminal that cannot show a character is shown its code.
+        # Characters that the terminal's encoding lacks are printed as escapes.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -36,12 +36,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             from carrel.cli.app import build, called
 
             app = build(called(given))
-            # Without standalone mode typer hands back the exit code and leaves failures to be told here.
+            # Without standalone mode typer returns the exit code and does not print failures itself.
             code = app(args=given, prog_name="carrel", standalone_mode=False)
             sys.stdout.flush()
     except BaseException as error:
         code = exit_code_of(error, trace="--trace" in given[:1])
-    # The interpreter flushes both once more when it ends; if that failed, it would exit with 120 and a traceback.
+    # The interpreter flushes both again when it ends; if that failed, it would exit with 120 and a traceback.
     flush_or_discard(sys.stdout)
     flush_or_discard(sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
@@ -53,7 +53,7 @@ def _extra_for(given: list[str]) -> str:
 
 
 def _open_standard_streams() -> None:
-    """Who closed one of them wants nothing of it: then it is /dev/null, and no connection gets its number."""
+    """Open /dev/null for each standard stream that is closed, so that no connection gets its descriptor number."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)

@@ -1,4 +1,4 @@
-"""`agent`: starts an A2A agent beside a server. Imports it only then."""
+"""`agent`: starts an A2A agent that works with a carrel server."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from carrel.cli.importing import importing
 def agent(
     *,
     model: Annotated[
-        str, typer.Option(help="shell: the message is the command; else a chat model, such as openai:gpt-5.5.")
+        str, typer.Option(help="A chat model such as openai:gpt-5.5. With shell, each message is run as a command.")
     ] = "shell",
-    base_url: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible endpoint.")] = None,
+    base_url: Annotated[str | None, typer.Option(metavar="URL", help="An OpenAI-compatible model endpoint.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 picks a free one.")] = 7073,
     public_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Where callers reach it, for the agent card.")
+        str | None, typer.Option(metavar="URL", help="The URL at which callers reach it, for the agent card.")
     ] = None,
     database: Annotated[
         str | None,
@@ -29,19 +29,21 @@ def agent(
     ] = None,
     approver_token_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A person's token: what callers answer is decided with it."),
+        typer.Option(
+            metavar="FILE", help="A file with the token of an approver: callers' answers then decide approvals."
+        ),
     ] = None,
     push_hosts: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST", help="A host that is not public and may be told of tasks; repeatable."),
+        typer.Option(metavar="HOST", help="A private host that may receive push notifications; repeatable."),
     ] = None,
     keep_days: Annotated[
         float,
-        typer.Option(metavar="DAYS", help="How long a task is kept after its end, and a conversation after its last."),
+        typer.Option(metavar="DAYS", help="Delete tasks, and conversations without tasks, this long after their end."),
     ] = 30.0,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
-    """Start an A2A agent: other agents send it tasks, which work in workspaces of carrel with the caller's own token.
+    """Start an A2A agent. Other agents send it tasks; each task works in a carrel workspace with its caller's token.
 
     \b
     carrel agent
@@ -51,13 +53,14 @@ def agent(
     from carrel.client.locate import is_loopback
 
     if log_level not in {"debug", "info", "warning", "error"}:
-        raise typer.BadParameter(f"'{log_level}' is no log level", param_hint="--log-level")
+        raise typer.BadParameter(f"'{log_level}' is not debug, info, warning or error", param_hint="--log-level")
     if public_url is not None and not re.match(r"https?://[^/\s]+(/\S*)?$", public_url):
         raise typer.BadParameter(
-            f"'{public_url}' is no address such as https://agent.example.org", param_hint="--public-url"
+            f"'{public_url}' is not a URL such as https://agent.example.org", param_hint="--public-url"
         )
     with importing():
-        from carrel.integrations.a2a.server import AgentSettings, read_token, serve
+        from carrel.integrations.a2a.server import AgentSettings, serve
+        from carrel.integrations.http import read_token_file
     settings = AgentSettings(
         carrel_url=locate().url,
         database=database or str(data_dir() / "agent.db"),
@@ -66,10 +69,10 @@ def agent(
         host=host,
         port=port,
         public_url=public_url,
-        approver_token=None if approver_token_file is None else read_token(approver_token_file),
+        approver_token=None if approver_token_file is None else read_token_file(approver_token_file),
         push_hosts=tuple(push_hosts or ()),
         keep_days=keep_days,
     )
     if public_url is None and not is_loopback(host):
-        note("carrel: tokens travel in the clear here; put a proxy with TLS in front and name it with --public-url")
+        note("carrel: tokens are sent unencrypted; put a proxy with TLS in front and name it with --public-url")
     serve(settings, log_level=log_level)

@@ -1,4 +1,4 @@
-"""Puts the commands together: all of them, or the one that was called, so that every start is quick."""
+"""Builds the command line: every command, or only the one that was called, so that each start is quick."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ _COMMANDS = {
     "egress": ("Policy", "egress.app"),
     "token": ("Policy", "tokens.app"),
 }
-"""Where help shows each command, and where it is in this package."""
+"""Command → its heading in the help, and its function in this package."""
 
 # Words after the command belong to the program that is run, options included.
 _PROGRAM = {"allow_interspersed_args": False}
 
 
 def called(given: list[str]) -> str | None:
-    """The command that these words call; None when that takes all of them to tell, as help and completion do."""
+    """Return the command that these words call; None when all commands are needed, as for help and completion."""
     words = given[1:] if given[:1] == ["--trace"] else given
     return words[0] if words and words[0] in _COMMANDS else None
 
 
 def build(only: str | None = None) -> typer.Typer:
-    """The command line, with every command or with this one: to declare all takes longer than most of them do."""
+    """Build the command line, with every command or only one: declaring all takes longer than most commands run."""
     app = typer.Typer(
         name="carrel",
         help="A private, durable, governed workspace for every AI agent.",
@@ -82,8 +82,8 @@ def build(only: str | None = None) -> typer.Typer:
     return app
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(given: bool) -> None:
+    if given:
         from carrel import __version__
 
         print(f"carrel {__version__}")
@@ -91,9 +91,9 @@ def _version(wanted: bool) -> None:
 
 
 def _root(
-    trace: Annotated[bool, typer.Option("--trace", help="Show where carrel itself failed.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Print a traceback when carrel itself fails.")] = False,
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version.", is_eager=True, callback=_version)
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)
     ] = False,
 ) -> None:
     """A private, durable, governed workspace for every AI agent."""

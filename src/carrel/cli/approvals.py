@@ -1,6 +1,4 @@
-"""`approvals`, `approve` and `deny`: what agents wait for, and a person's answers. Where only a part of what is asked
-for is shown, that is said.
-"""
+"""`approvals`, `approve` and `deny`: operations that wait for a person, and the decisions."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import typer
 
 from carrel.cli import options
 from carrel.cli.connecting import connected
-from carrel.cli.failures import note, tell
+from carrel.cli.failures import note, print_error
 from carrel.cli.printing import age, coloured, plain, print_json, print_line, print_table
 from carrel.errors import ServerUnreachable
 
@@ -23,15 +21,15 @@ if TYPE_CHECKING:
 
 Ids = Annotated[
     list[str] | None,
-    typer.Argument(metavar="ID", help="Ids that `carrel approvals` shows; without one you are asked, one by one."),
+    typer.Argument(metavar="ID", help="Ids from `carrel approvals`. Without one, you are asked for each in turn."),
 ]
-Message = Annotated[str | None, typer.Option("--message", "-m", help="Words for the agent.")]
+Message = Annotated[str | None, typer.Option("--message", "-m", help="A message to the agent.")]
 app = typer.Typer(invoke_without_command=True, add_completion=False)
 _COLOURS = {"pending": "yellow", "approved": "green", "denied": "red", "expired": "bright_black"}
 _ANSWERS = {"y": True, "yes": True, "n": False, "no": False, "s": None, "skip": None, "q": None, "quit": None}
 _OWN_HINT = (
-    "ask as an agent: with Client() in a program on the server's machine, "
-    "or with the token in `agent-token` of the data directory as CARREL_TOKEN"
+    "let the agent use a token of its own: Client() in a program on the server's machine does, "
+    "or set CARREL_TOKEN to the token in `agent-token` of the data directory"
 )
 _MOMENT = "%Y-%m-%d %H:%M:%S"
 
@@ -39,14 +37,14 @@ _MOMENT = "%Y-%m-%d %H:%M:%S"
 @app.callback()
 def approvals(
     context_: typer.Context,
-    every: Annotated[bool, typer.Option("--all", "-a", help="Also those that were decided or have expired.")] = False,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Also decided and expired approvals.")] = False,
     context: Annotated[
         str | None, typer.Option("--context", "-c", help="Only of this context.", autocompletion=options.contexts)
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on as they come and change, until Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Print changes as they happen, until Ctrl-C.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Show what waits for a person.
+    """List operations of agents that wait for approval.
 
     \b
     carrel approvals
@@ -59,23 +57,23 @@ def approvals(
         if watch:
             for info in client.approvals.watch():
                 if context in {None, info.context_id}:
-                    _tell(info, json)
-            raise ServerUnreachable("the server ended, and with it the watch", hint="watch again once it is back")
+                    _print_change(info, json)
+            raise ServerUnreachable("the server stopped, which ended the watch", hint="watch again when it is back")
         found = list(client.approvals.list(state=None if every else "pending", context_id=context))
     if json:
         print_json(found)
     elif found:
         _show(found)
     else:
-        note("nothing waits for a person" if not every else "nothing has waited for a person")
+        note("no operation waits for approval" if not every else "no operation has waited for approval")
 
 
 @app.command("show")
 def show(
-    name: Annotated[str, typer.Argument(metavar="ID", help="An id that `carrel approvals` shows.")],
+    name: Annotated[str, typer.Argument(metavar="ID", help="An id from `carrel approvals`.")],
     json: options.Json = False,
 ) -> None:
-    """Show all of what is asked for. What a terminal would obey, or not show, is written out.
+    """Show an approval with all arguments of the operation. Control characters are escaped.
 
     \b
     carrel approvals show apr-1f2e3d4c5b6a7988
@@ -93,17 +91,18 @@ def show(
 def approve(
     ids: Ids = None,
     for_context: Annotated[
-        bool, typer.Option("--for-context", help="The same operation in its context, from now on.")
+        bool, typer.Option("--for-context", help="Allow the same operation in its context from now on.")
     ] = False,
     rule: Annotated[
-        str | None, typer.Option(metavar="RULE", help="Add a rule to the context's settings: 'shell(git push:*)'.")
+        str | None,
+        typer.Option(metavar="RULE", help="Add this rule to the policy of the context: 'shell(git push:*)'."),
     ] = None,
     message: Message = None,
     json: options.Json = False,
 ) -> None:
-    """Let an agent do what it asked for: once, unless said otherwise.
+    """Approve operations of agents: once, unless --for-context or --rule is given.
 
-    Without an id, at a terminal, it shows what waits and asks.
+    Without an id, at a terminal, it shows each operation that waits and asks you.
 
     \b
     carrel approve
@@ -117,9 +116,9 @@ def approve(
 
 
 def deny(ids: Ids = None, message: Message = None, json: options.Json = False) -> None:
-    """Refuse what an agent asked for; the message reaches it.
+    """Deny operations of agents. The agent receives the message.
 
-    Without an id, at a terminal, it shows what waits and asks.
+    Without an id, at a terminal, it shows each operation that waits and asks you.
 
     \b
     carrel deny
@@ -134,29 +133,29 @@ def _decide(
 ) -> None:
     with connected() as client:
         if not ids:
-            decisions = _asked(client.approvals.list(state="pending"), json=json)
+            decisions = _ask(client.approvals.list(state="pending"), json=json)
         else:
             decisions = {approve: ids}
         refused = False
-        for wanted, names in decisions.items():
-            if wanted:
+        for allowed, names in decisions.items():
+            if allowed:
                 result = client.approvals.decide_many(names, approve=True, scope=scope, rule=rule, message=message)
-            else:  # a denial has neither scope nor rule, whatever was given for what is approved
+            else:  # a denial has neither scope nor rule
                 result = client.approvals.decide_many(names, approve=False, message=message)
-            _told(result, json)
+            _print_decisions(result, json)
             refused = refused or bool(result.refused)
     raise typer.Exit(1 if refused else 0)
 
 
-def _asked(pending: Iterator[ApprovalInfo], *, json: bool) -> dict[bool, list[str]]:
-    """What the person at the terminal says to each of them: the ids to approve, and the ids to deny."""
+def _ask(pending: Iterator[ApprovalInfo], *, json: bool) -> dict[bool, list[str]]:
+    """Ask the person at the terminal about each approval; return the ids to approve and the ids to deny."""
     if json or not sys.stdin.isatty():
-        raise typer.BadParameter("name what you decide: `carrel approvals` shows the ids", param_hint="ID")
+        raise typer.BadParameter("give one or more ids; `carrel approvals` lists them", param_hint="ID")
     waiting = list(pending)
     if not waiting:
-        note("nothing waits for a person")
+        note("no operation waits for approval")
     decisions: dict[bool, list[str]] = {}
-    for info in reversed(waiting):  # the oldest first: whoever asked has waited longest
+    for info in reversed(waiting):  # oldest first
         for line in _whole(info):
             note(plain(line))
         answer = ""
@@ -169,18 +168,17 @@ def _asked(pending: Iterator[ApprovalInfo], *, json: bool) -> dict[bool, list[st
     return decisions
 
 
-def _told(result: ApprovalBatchResult, json: bool) -> None:
+def _print_decisions(result: ApprovalBatchResult, json: bool) -> None:
     if json:
         print_json(result)
         return
     for info in result.decided:
         print(f"{info.state} {info.id} {plain(info.summary)}")
     for name, why in result.refused.items():
-        tell(f"{name}: {why}", _OWN_HINT if "own request" in why else None)
+        print_error(f"{name}: {why}", _OWN_HINT if "own request" in why else None)
 
 
-def _tell(info: ApprovalInfo, json: bool) -> None:
-    """One line that can be read, or parsed, as it comes."""
+def _print_change(info: ApprovalInfo, json: bool) -> None:
     if json:
         print_line(info)
         return
@@ -208,7 +206,7 @@ def _show(found: list[ApprovalInfo]) -> None:
 
 
 def _whole(info: ApprovalInfo) -> Iterator[str]:
-    """All of an approval, an argument each; a text of several lines has one for each of its own."""
+    """Yield the lines that show all of an approval, with one line for each line of an argument."""
     from json import dumps
 
     yield f"{info.id} {info.state}"

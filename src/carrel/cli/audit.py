@@ -1,4 +1,4 @@
-"""The audit log on the command line: follow, search, export, verify. `verify` needs no server, only the file."""
+"""`audit`: follow, search, export and verify the audit log. `verify` needs only the exported file, no server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 
 from carrel.cli import options
 from carrel.cli.connecting import connected
-from carrel.cli.failures import note, tell
+from carrel.cli.failures import note, print_error
 from carrel.cli.printing import coloured, plain, print_json, print_line, print_table
 from carrel.cli.progress import copying
 from carrel.errors import InvalidRequest
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
     from carrel.client import Client
     from carrel.models import AuditRecord
 
-app = typer.Typer(help="Who did what, and proof of it.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="The audit log: who did what, and proof of it.", no_args_is_help=True, add_completion=False)
 
 Context = Annotated[
     str | None, typer.Option("--context", "-c", help="Only of this context.", autocompletion=options.contexts)
 ]
+Count = Annotated[int, typer.Option("--lines", "-n", min=0, max=1000, help="How many records to begin with.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Print new records as they come, until Ctrl-C.")]
 Kind = Literal["shell", "file", "network", "mcp", "session"]
 Decision = Literal["allow", "deny", "ask"]
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -41,13 +43,8 @@ _WIDTH = 80
 
 
 @app.command("tail")
-def tail(
-    context: Context = None,
-    count: Annotated[int, typer.Option("--lines", "-n", min=0, max=1000, help="How many to begin with.")] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as more is done, until Ctrl-C.")] = False,
-    json: options.Json = False,
-) -> None:
-    """Show what was done last, the newest at the end.
+def tail(context: Context = None, count: Count = 20, follow: Follow = False, json: options.Json = False) -> None:
+    """Show the latest operations, the newest at the end.
 
     \b
     carrel audit tail
@@ -61,14 +58,14 @@ def tail(
 def newest(
     client: Client, count: int, *, follow: bool, context_id: str | None, kind: str | None = None
 ) -> Iterator[list[AuditRecord]]:
-    """The last records, oldest first; then, to follow, what comes, and again what has ended since it was given."""
+    """Yield the latest records, oldest first; with `follow` also new ones, and again those that have ended since."""
     seen = list(islice(client.audit.search(context_id=context_id, kind=kind), count))
     yield seen[::-1]
     shown = {(record.chain, record.seq): record.result for record in seen}
     began = latest = max((record.at for record in seen), default=datetime.now(UTC))
     while follow:
         time.sleep(_POLL_S)
-        # A little is asked for again: the clocks of servers differ, and what ran then may have ended.
+        # Ask for a few seconds again: clocks of servers differ, and operations that ran may have ended.
         recent = list(client.audit.search(context_id=context_id, kind=kind, since=latest - _OVERLAP))
         fresh = [record for record in recent if record.at > began or (record.chain, record.seq) in shown]
         yield [each for each in fresh[::-1] if shown.get((each.chain, each.seq), "") != each.result]
@@ -78,16 +75,18 @@ def newest(
 
 @app.command("search")
 def search(
-    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="A text in the arguments.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="Text in the arguments of the operation.")] = None,
     context: Context = None,
-    actor: Annotated[str | None, typer.Option(help="Who.")] = None,
+    actor: Annotated[str | None, typer.Option(help="Who did it, such as agent:coder.")] = None,
     kind: Annotated[Kind | None, typer.Option(help="shell, file, network, mcp or session.")] = None,
-    name: Annotated[str | None, typer.Option(help="The operation, such as run_command.")] = None,
+    name: Annotated[str | None, typer.Option(help="The name of the operation, such as run_command.")] = None,
     decision: Annotated[Decision | None, typer.Option(help="allow, deny or ask.")] = None,
-    result: Annotated[str | None, typer.Option(help="ok, or the code of an error.")] = None,
-    since: Annotated[str | None, typer.Option(metavar="TIME", help="2h, 3d, or 2030-01-31T12:00.")] = None,
-    until: Annotated[str | None, typer.Option(metavar="TIME", help="Like --since.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="At most so many.")] = 100,
+    result: Annotated[str | None, typer.Option(help="ok, or an error code such as denied.")] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="How long ago (2h, 3d) or 2030-01-31T12:00.")
+    ] = None,
+    until: Annotated[str | None, typer.Option(metavar="TIME", help="The same forms as --since.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Print at most this many.")] = 100,
     json: options.Json = False,
 ) -> None:
     """Find operations, newest first.
@@ -114,11 +113,11 @@ def search(
 @app.command("export")
 def export(
     output: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="Where to; - for stdout. *.zst is compressed.")
+        str, typer.Option("--output", "-o", metavar="FILE", help="File to write; - is stdout; *.zst is compressed.")
     ] = "audit.jsonl",
     context: Context = None,
 ) -> None:
-    """Copy the log out, signed, so that it can be verified anywhere.
+    """Export the log to a signed file that can be verified anywhere.
 
     \b
     carrel audit export -o audit.jsonl.zst
@@ -140,7 +139,7 @@ def export(
 
 @app.command("verify")
 def verify(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="An export, compressed or not; - for stdin.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="An exported file, compressed or not; - is stdin.")],
     key: Annotated[
         list[str] | None, typer.Option("--key", help="Trust only this public key (repeatable); see `carrel audit key`.")
     ] = None,
@@ -149,9 +148,9 @@ def verify(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Check an export: nothing changed, added, removed or moved, and signed. Needs no server.
+    """Check that no record of an export was changed, added, removed or moved, and that it is signed. Needs no server.
 
-    Names the first broken record and exits with 1 when there is one.
+    If a record is broken, it prints the first one and exits with 1.
 
     \b
     carrel audit verify audit.jsonl
@@ -162,7 +161,7 @@ def verify(
     keys = [public_key(each) for each in key or []]
     before = None if earlier is None else _verified(earlier, keys)
     if before is not None and before.broken is not None:
-        tell(f"{earlier}: {before.broken}")
+        print_error(f"{earlier}: {before.broken}")
         raise typer.Exit(1)
     verdict = _verified(file, keys, before)
     if json:
@@ -171,15 +170,15 @@ def verify(
         said = None if broken is None else {"line": broken.line, "chain": broken.chain, "seq": broken.seq}
         print_json({"ok": verdict.ok, **counts, "keys": verdict.keys, "broken": said and {**said, "why": broken.why}})  # type: ignore[union-attr]
     elif verdict.broken is not None:
-        tell(f"{file} is broken: {verdict.broken}", "what stands before that is as it was written")
+        print_error(f"{file} is broken: {verdict.broken}", "the records before it are unchanged")
     else:
-        _tell(verdict, trusted=bool(keys))
+        _print_verdict(verdict, trusted=bool(keys))
     raise typer.Exit(0 if verdict.ok else 1)
 
 
 @app.command("prune")
 def prune(json: options.Json = False) -> None:
-    """Remove the records that are older than `audit.keep_days`; the server does it by itself every day.
+    """Remove records older than the setting `audit.keep_days`. The server does so by itself every day.
 
     \b
     carrel audit prune
@@ -189,12 +188,12 @@ def prune(json: options.Json = False) -> None:
     if json:
         print_json(done)
     else:
-        note(f"removed {done.records} records of before {done.before:%Y-%m-%d %H:%M} UTC")
+        note(f"removed {done.records} records from before {done.before:%Y-%m-%d %H:%M} UTC")
 
 
 @app.command("key")
 def key(json: options.Json = False) -> None:
-    """Show the public key that signs the server's log, to keep it where the log is verified.
+    """Show the public key that signs the log. Store it where you verify exports.
 
     \b
     carrel audit key
@@ -220,12 +219,12 @@ def _verified(file: str, keys: list[str], before: Verdict | None = None) -> Verd
         raise InvalidRequest(f"cannot read {file}: {error.strerror}", field="FILE") from None
 
 
-def _tell(verdict: Verdict, *, trusted: bool) -> None:
+def _print_verdict(verdict: Verdict, *, trusted: bool) -> None:
     print(f"ok: {verdict.records} records in {verdict.chains} chains, {verdict.heads} signed heads")
     if verdict.unsigned:
-        note(f"{verdict.unsigned} records came after the last head of their chain: only the export is signed for them")
+        note(f"{verdict.unsigned} records came after the last signed head of their chain: only the export covers them")
     if verdict.open:
-        note(f"{verdict.open} operations have no end: they ran when this was exported, or a server ended in between")
+        note(f"{verdict.open} operations have no end: they ran during the export, or their server was killed")
     if verdict.pruned:
         note(f"{verdict.pruned} chains were pruned: they start at a signed head")
     if not trusted:
@@ -234,7 +233,7 @@ def _tell(verdict: Verdict, *, trusted: bool) -> None:
 
 
 def show_json(records: Sequence[AuditRecord], *, follow: bool) -> None:
-    """Records as a list, or one a line where more will come."""
+    """Print records as one JSON list, or with `follow` as one object per line."""
     if not follow:
         print_json(records)
         return
@@ -266,7 +265,7 @@ def _show(records: list[AuditRecord], json: bool, *, follow: bool = False) -> No
 
 
 def _arguments(record: AuditRecord) -> str:
-    """The one argument that says most, or all of them, short."""
+    """Return the most telling argument, else all of them, shortened."""
     import json
 
     values = record.arguments
@@ -279,7 +278,7 @@ def _arguments(record: AuditRecord) -> str:
 
 
 def _moment(text: str | None, option: str) -> datetime | None:
-    """A time of the day, or how long ago."""
+    """Parse a date and time, or how long ago."""
     if text is None:
         return None
     if ago := re.fullmatch(r"(\d{1,6})([smhd])", text.strip()):
@@ -287,5 +286,7 @@ def _moment(text: str | None, option: str) -> datetime | None:
     try:
         moment = datetime.fromisoformat(text.strip())
     except ValueError:
-        raise typer.BadParameter(f"'{text}' is no time such as 2h, 3d or 2030-01-31T12:00", param_hint=option) from None
+        raise typer.BadParameter(
+            f"'{text}' is not a time such as 2h, 3d or 2030-01-31T12:00", param_hint=option
+        ) from None
     return moment.astimezone(UTC)

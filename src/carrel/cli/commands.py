@@ -1,4 +1,4 @@
-"""`run`, `exec`, `sh` and `logs`: commands and terminals in sandboxes, with their output where it belongs."""
+"""`run`, `exec`, `sh` and `logs`: commands and terminals in sandboxes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
-from carrel.cli.connecting import attached, attempt, once_approved
+from carrel.cli.connecting import attached, explaining_approval, with_approval
 from carrel.cli.failures import note
 from carrel.cli.printing import print_line
 from carrel.errors import ApprovalNeeded, NotFound, NotRunning, SandboxLost
@@ -17,29 +17,32 @@ from carrel.errors import ApprovalNeeded, NotFound, NotRunning, SandboxLost
 if TYPE_CHECKING:
     from carrel.client import AsyncSandbox, AsyncTerminal
 
-Words = Annotated[list[str], typer.Argument(metavar="COMMAND", help="One word is shell text; several run as they are.")]
-Cwd = Annotated[str | None, typer.Option("--cwd", "-C", help="Directory, relative to the workspace.")]
+Words = Annotated[
+    list[str],
+    typer.Argument(metavar="COMMAND", help="One word is run by a shell; several are a program and its arguments."),
+]
+Cwd = Annotated[str | None, typer.Option("--cwd", "-C", help="Directory to run in, relative to the workspace.")]
 _END_OF_FILE = b"\x04"
 
 
-@options.makes_sandbox
+@options.takes_sandbox_options
 def run(
     command: Words,
     *,
-    wanted: options.Wanted,
+    sandbox: options.SandboxOptions,
     timeout: options.Timeout = None,
     env: options.Env = None,
     interactive: options.Interactive = False,
     tty: options.Tty = False,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the sandbox running (needs a server).")] = False,
+    keep: Annotated[bool, typer.Option("--keep", help="Do not remove the sandbox (needs a server).")] = False,
     json: options.Json = False,
 ) -> None:
-    """Run one command in a fresh sandbox that is gone afterwards. No server is needed beforehand.
+    """Run one command in a new sandbox and remove the sandbox afterwards. Works without a server.
 
-    Where no server runs, nothing is audited. Where a policy, a template or a network is set, it starts a server.
+    Without a server nothing is audited. If a policy, a template or a network is set, it starts a server for the run.
 
-    Output is live, the exit code is the command's: 128+n for a signal, 124 at the deadline. Ctrl-C interrupts the
-    command; a second one kills it.
+    Output is printed as it comes. The exit code is that of the command: 128+n for a signal, 124 for a timeout. Ctrl-C
+    interrupts the command; a second Ctrl-C kills it.
 
     \b
     carrel run -- python3 -c 'print(6 * 7)'
@@ -48,30 +51,30 @@ def run(
     carrel run -it -- python3
     cat data.csv | carrel run -- wc -l
     """
-    from carrel.cli.running import single, to_the_end
-    from carrel.cli.streams import attended
+    from carrel.cli.running import one_command_sandbox, run_with_cleanup
+    from carrel.cli.streams import run_attached
 
     environment, program = options.environment(env), options.program(command)
 
     async def work() -> int:
-        async with single(wanted, keep=keep) as box:
+        async with one_command_sandbox(sandbox, keep=keep) as box:
             if box.unsafe:
                 note(f"carrel: UNSAFE: provider '{box.provider}' does not isolate")
             if keep:
                 note(f"carrel: kept as {box.id}; `carrel rm {box.id}` removes it")
-            return await attended(
+            return await run_attached(
                 box, program, cwd=None, env=environment, timeout=timeout, interactive=interactive, tty=tty, json=json
             )
 
-    raise typer.Exit(to_the_end(work()))
+    raise typer.Exit(run_with_cleanup(work()))
 
 
-@options.makes_sandbox
+@options.takes_sandbox_options
 def execute(
     context: options.Context,
     command: Words,
     *,
-    wanted: options.Wanted,
+    sandbox: options.SandboxOptions,
     cwd: Cwd = None,
     timeout: options.Timeout = None,
     env: options.Env = None,
@@ -81,10 +84,10 @@ def execute(
     wait: options.Wait = None,
     json: options.Json = False,
 ) -> None:
-    """Run a command in a context's sandbox, which is made or resumed when needed and stays.
+    """Run a command in the sandbox of a context. The sandbox is created or resumed if needed, and stays.
 
-    Options come before the context: what is behind it is the command. Ctrl-C interrupts the command; a second one
-    kills it.
+    Options come before the context: everything after it is the command. Ctrl-C interrupts the command; a second
+    Ctrl-C kills it.
 
     \b
     carrel exec conversation-42 -- pytest -q
@@ -92,15 +95,15 @@ def execute(
     carrel exec --wait 300 conversation-42 -- git push
     carrel exec --network allowlist --memory 4g conversation-42 'git log --oneline | head'
     """
-    from carrel.cli.running import kept, to_the_end
-    from carrel.cli.streams import attended
+    from carrel.cli.running import context_sandbox, run_with_cleanup
+    from carrel.cli.streams import run_attached
 
     environment, program = options.environment(env), options.program(command)
 
     async def work() -> int:
-        async with kept(context, wanted) as box:
-            return await attended(
-                attempt(box, approval, wait),
+        async with context_sandbox(context, sandbox) as box:
+            return await run_attached(
+                with_approval(box, approval, wait),
                 program,
                 cwd=cwd,
                 env=environment,
@@ -111,29 +114,29 @@ def execute(
             )
 
     try:
-        code = to_the_end(work())
+        code = run_with_cleanup(work())
     except ApprovalNeeded as error:
-        # What was approved is the command with its directory and its variables.
+        # The approval covers the command with its directory and its variables.
         where = [] if cwd is None else ["--cwd", cwd]
         variables = [word for each in env or () for word in ("--env", each)]
         again = shlex.join(["--approval", error.approval or "ID", *where, *variables, context, *command])
-        error.hint = f"somebody else lets it with `carrel approve {error.approval}`; then `carrel exec {again}`"
+        error.hint = f"another person allows it with `carrel approve {error.approval}`; then `carrel exec {again}`"
         raise
     raise typer.Exit(code)
 
 
-@options.makes_sandbox
+@options.takes_sandbox_options
 def sh(
     context: Annotated[
         str | None,
         typer.Argument(
             metavar="CONTEXT",
-            help="Its sandbox; else one that is gone afterwards.",
+            help="The context whose sandbox to use; without one, a new sandbox that is removed afterwards.",
             autocompletion=options.contexts,
         ),
     ] = None,
     *,
-    wanted: options.Wanted,
+    sandbox: options.SandboxOptions,
     command: Annotated[str | None, typer.Option("--command", "-c", help="Run this instead of a shell.")] = None,
     approval: options.Approval = None,
     wait: options.Wait = None,
@@ -146,16 +149,16 @@ def sh(
     carrel sh conversation-42
     carrel sh conversation-42 -c 'vim notes.md'
     """
-    from carrel.cli.running import ephemeral, kept, to_the_end
+    from carrel.cli.running import context_sandbox, ephemeral_sandbox, run_with_cleanup
 
     async def work() -> int:
-        async with kept(context, wanted) if context is not None else ephemeral(wanted) as box:
+        async with context_sandbox(context, sandbox) if context is not None else ephemeral_sandbox(sandbox) as box:
             if box.unsafe:
                 note(f"carrel: UNSAFE: provider '{box.provider}' does not isolate")
-            return await _attend(attempt(box, approval, wait), command)
+            return await _attend(with_approval(box, approval, wait), command)
 
-    with once_approved():
-        raise typer.Exit(to_the_end(work()))
+    with explaining_approval():
+        raise typer.Exit(run_with_cleanup(work()))
 
 
 async def _attend(box: AsyncSandbox, command: str | None) -> int:
@@ -184,18 +187,20 @@ async def _type(terminal: AsyncTerminal) -> None:
     with contextlib.suppress(NotRunning):
         async for data in standard_input():
             await terminal.send(data)
-        # A pipe that ends is what Ctrl-D is at a keyboard.
+        # The end of a pipe means what Ctrl-D means at a keyboard.
         await terminal.send(_END_OF_FILE)
 
 
 def logs(
     context: options.Context,
-    command_id: Annotated[str | None, typer.Argument(help="A command of `carrel ps CONTEXT`; else the newest.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the command ends.")] = False,
+    command_id: Annotated[
+        str | None, typer.Argument(help="A command id from `carrel ps CONTEXT`. Default: the newest.")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new output until the command ends.")] = False,
     offset: Annotated[int, typer.Option(min=0, help="Start at this byte of the output.")] = 0,
     json: options.Json = False,
 ) -> None:
-    """Show what a command has written.
+    """Print the output of a command.
 
     \b
     carrel logs conversation-42
@@ -208,7 +213,10 @@ def logs(
         if command_id is None:
             known = box.commands.list()
             if not known:
-                raise NotFound(f"'{context}' remembers no command", hint=f"carrel exec {context} -- COMMAND")
+                raise NotFound(
+                    f"no command has run in '{context}' since its sandbox started",
+                    hint=f"carrel exec {context} -- COMMAND",
+                )
             command_id = known[-1].id
         handle = box.commands.get(command_id)
         if json and not follow:

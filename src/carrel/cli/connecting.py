@@ -1,4 +1,4 @@
-"""Opens the client of the SDK for the commands, finds sandboxes by name, and says how to go on after an approval."""
+"""Connects commands to the server: the SDK's client, sandboxes by name, approvals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from carrel.cli.failures import note
 from carrel.errors import ApprovalNeeded, NotFound
 
 if TYPE_CHECKING:
-    from carrel.cli.options import Wanted
+    from carrel.cli.options import SandboxOptions
     from carrel.client import AsyncSandbox, Client, Sandbox
 
 Box = TypeVar("Box", "AsyncSandbox", "Sandbox")
@@ -18,7 +18,7 @@ Box = TypeVar("Box", "AsyncSandbox", "Sandbox")
 
 @contextmanager
 def connected() -> Iterator[Client]:
-    """A client of the server, with the administrator's token where that can be read."""
+    """Open a client of the server, with the administrator's token if this user can read it."""
     from carrel.client import Client
 
     with Client(administrator=True) as client:
@@ -27,13 +27,13 @@ def connected() -> Iterator[Client]:
 
 @contextmanager
 def attached(name: str) -> Iterator[Sandbox]:
-    """The sandbox of a context, or the one with this id, as it is: a stopped one is not resumed."""
+    """Find a sandbox by context id or sandbox id. A stopped one is not resumed."""
     with connected() as client:
         yield client.attach(client.find(name))
 
 
-def existing(client: Client, name: str) -> Sandbox:
-    """The sandbox of that name; a stopped one is resumed, a missing one is not made."""
+def find_or_resume(client: Client, name: str) -> Sandbox:
+    """Find a sandbox by name and resume it if it is stopped. Raises `NotFound`."""
     from carrel.models import State
 
     info = client.find(name)
@@ -42,39 +42,39 @@ def existing(client: Client, name: str) -> Sandbox:
     return client.sandbox(info.context_id)
 
 
-def made(client: Client, name: str, wanted: Wanted) -> Sandbox:
-    """The sandbox of that name, made when there is none. What runs must be as it is wanted."""
+def find_or_create(client: Client, name: str, sandbox: SandboxOptions) -> Sandbox:
+    """Find a sandbox by name, or create it. A running one must match the options."""
     try:
         info = client.find(name)
     except NotFound:
-        box = client.sandbox(name, **wanted.arguments())
-        tell_new(name)
+        box = client.sandbox(name, **sandbox.arguments())
+        note_created(name)
         return box
-    if info.context_id is None or (info.state == "running" and not wanted):
+    if info.context_id is None or (info.state == "running" and not sandbox):
         return client.attach(info)
-    return client.sandbox(info.context_id, **wanted.arguments())
+    return client.sandbox(info.context_id, **sandbox.arguments())
 
 
-def tell_new(name: str) -> None:
-    """Say that a sandbox was made for a context that had none: the name may be a slip."""
-    note(f"carrel: made a sandbox for '{name}'; there was none")
+def note_created(name: str) -> None:
+    """Tell the user that a sandbox was created: the name may be a typing error."""
+    note(f"carrel: created a sandbox for '{name}'; there was none")
 
 
-def attempt(box: Box, approval: str | None, wait: float | None) -> Box:
-    """The same sandbox for what was approved, or for what waits so long for a person."""
+def with_approval(box: Box, approval: str | None, wait: float | None) -> Box:
+    """Return a view of a sandbox that uses an approval, or that waits so long for one."""
     view: Box = box if approval is None else box.with_approval(approval)
     return view if wait is None else view.waiting(wait)
 
 
 @contextmanager
-def once_approved() -> Iterator[None]:
-    """Say how to go on from `ApprovalNeeded` with the option of the command."""
+def explaining_approval() -> Iterator[None]:
+    """Add to `ApprovalNeeded` how to continue with the command's --approval option."""
     try:
         yield
     except ApprovalNeeded as error:
         if error.approval is not None:
             error.hint = (
-                f"somebody else lets it with `carrel approve {error.approval}`; "
-                f"then the same again with `--approval {error.approval}`"
+                f"another person allows it with `carrel approve {error.approval}`; "
+                f"then repeat this command with `--approval {error.approval}`"
             )
         raise

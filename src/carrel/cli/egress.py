@@ -1,13 +1,13 @@
-"""The way out on the command line: which hosts sandboxes reach, and which they were refused."""
+"""`egress`: outbound connections of sandboxes, allowed and denied."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from carrel.cli import options
-from carrel.cli.audit import Context, newest, show_json
+from carrel.cli.audit import Context, Count, Follow, newest, show_json
 from carrel.cli.connecting import connected
 from carrel.cli.printing import coloured, print_table, size
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from carrel.models import AuditRecord
 
-app = typer.Typer(help="Where sandboxes connect to.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(help="Outbound connections of sandboxes.", no_args_is_help=True, add_completion=False)
 
 _COLUMNS = ["TIME", "CONTEXT", "HOST", "DECISION", "RESULT", "IN", "OUT", "TOOK", "ADDRESS", "REQUEST", "RULE"]
 _WIDTH = 40
@@ -24,17 +24,12 @@ _WIDTH = 40
 
 @app.callback()
 def _egress() -> None:
-    """Where sandboxes connect to."""
+    """Outbound connections of sandboxes."""
 
 
 @app.command("tail")
-def tail(
-    context: Context = None,
-    count: Annotated[int, typer.Option("--lines", "-n", min=0, max=1000, help="How many to begin with.")] = 20,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as more comes, until Ctrl-C.")] = False,
-    json: options.Json = False,
-) -> None:
-    """Show the last connections to the outside, let through and refused, the newest at the end.
+def tail(context: Context = None, count: Count = 20, follow: Follow = False, json: options.Json = False) -> None:
+    """Show the latest outbound connections, allowed and denied, the newest at the end.
 
     \b
     carrel egress tail
@@ -52,9 +47,9 @@ def _show(records: list[AuditRecord]) -> None:
     colours = {"allow": "green", "deny": "red", "ask": "yellow"}
     rows: list[list[str | Text]] = []
     for record in records:
-        said = record.arguments
-        host, port = said.get("host"), said.get("port")
-        request = " ".join(str(said[name]) for name in ("method", "path") if said.get(name))
+        asked = record.arguments
+        host, port = asked.get("host"), asked.get("port")
+        request = " ".join(str(asked[name]) for name in ("method", "path") if asked.get(name))
         rows.append(
             [
                 f"{record.at.astimezone():%m-%d %H:%M:%S}",
@@ -65,8 +60,8 @@ def _show(records: list[AuditRecord]) -> None:
                 "" if record.bytes_in is None else size(record.bytes_in),
                 "" if record.bytes_out is None else size(record.bytes_out),
                 "" if record.duration_ms is None else f"{record.duration_ms:.0f}ms",
-                str(said.get("address") or said.get("upstream") or ""),
-                _short(request or str(said.get("protocol", ""))),
+                str(asked.get("address") or asked.get("upstream") or ""),
+                _short(request or str(asked.get("protocol", ""))),
                 _short(record.rule or record.approval or ""),
             ]
         )

@@ -14,11 +14,13 @@ from carrel.cli.printing import age, plain, print_done, print_json, print_table,
 if TYPE_CHECKING:
     from carrel.models import EnvironmentInfo
 
-app = typer.Typer(help="Python environments: built once, seen by every sandbox that has one.", add_completion=False)
+app = typer.Typer(help="Python environments: built once, shared by sandboxes.", add_completion=False)
 
-Requirements = Annotated[list[str], typer.Argument(metavar="REQUIREMENT", help="Packages, like 'pandas>=2'.")]
-Python = Annotated[str | None, typer.Option("--python", "-p", metavar="VERSION", help="Such as 3.11.")]
-Index = Annotated[str | None, typer.Option("--index", metavar="NAME", help="One registry of the policy.")]
+Requirements = Annotated[list[str], typer.Argument(metavar="REQUIREMENT", help="Packages, such as 'pandas>=2'.")]
+Python = Annotated[str | None, typer.Option("--python", "-p", metavar="VERSION", help="Python version, such as 3.11.")]
+Index = Annotated[
+    str | None, typer.Option("--index", metavar="NAME", help="The package registry to use, as the policy names it.")
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -64,19 +66,19 @@ def ls(json: options.Json = False) -> None:
 @app.command("build")
 def build(
     requirements: Requirements,
-    name: Annotated[str | None, typer.Option("--name", "-n", help="A label, like data-analysis.")] = None,
+    name: Annotated[str | None, typer.Option("--name", "-n", help="A label, such as data-analysis.")] = None,
     python: Python = None,
     index: Index = None,
     json: options.Json = False,
 ) -> None:
-    """Build an environment; one that is there already is not built again.
+    """Build an environment, unless one with the same packages exists. Prints its path in sandboxes.
 
     \b
     carrel envs build pandas 'numpy<2' --name data-analysis
     """
     with connected() as client:
         info = client.envs.build(requirements, name=name, python=python, index=index, progress=None if json else _note)
-    _tell(info, json)
+    _print_path(info, json)
 
 
 @app.command("attach")
@@ -84,17 +86,19 @@ def attach(
     context: options.Context,
     env: Annotated[
         list[str] | None,
-        typer.Argument(metavar="ENV|REQUIREMENT", help="A name, a label, or packages; without, those of the template."),
+        typer.Argument(
+            metavar="ENV|REQUIREMENT", help="A name, a label, or packages. Default: the packages of the template."
+        ),
     ] = None,
     requirements: Annotated[
-        bool, typer.Option("--packages", "-r", help="The words are packages, not the name of an environment.")
+        bool, typer.Option("--packages", "-r", help="The arguments are packages, not the name of an environment.")
     ] = False,
     python: Python = None,
     index: Index = None,
-    venv: Annotated[bool, typer.Option("--venv", help="Make /workspace/.venv on top of it.")] = False,
+    venv: Annotated[bool, typer.Option("--venv", help="Also create /workspace/.venv on top of it.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Give the running sandbox of a context an environment.
+    """Attach an environment to the running sandbox of a context.
 
     \b
     carrel envs attach conversation-42 data-analysis
@@ -102,16 +106,16 @@ def attach(
     carrel envs attach conversation-42
     """
     with attached(context) as box:
-        wanted = env and (env if requirements or len(env) > 1 else env[0])
-        info = box.envs.attach(wanted, python=python, index=index, venv=venv, progress=None if json else _note)
-    _tell(info, json)
+        chosen = env and (env if requirements or len(env) > 1 else env[0])
+        info = box.envs.attach(chosen, python=python, index=index, venv=venv, progress=None if json else _note)
+    _print_path(info, json)
 
 
 @app.command("rm")
 def rm(
     name: Annotated[str, typer.Argument(metavar="ENV", help="A name or a label.")], json: options.Json = False
 ) -> None:
-    """Remove an environment that no session has.
+    """Remove an environment that no session uses.
 
     \b
     carrel envs rm data-analysis
@@ -122,7 +126,7 @@ def rm(
         print_done(removed=name)
 
 
-def _tell(info: EnvironmentInfo, json: bool) -> None:
+def _print_path(info: EnvironmentInfo, json: bool) -> None:
     if json:
         print_json(info)
     else:

@@ -1,4 +1,4 @@
-"""How the command line tells a failure: `error:` and `hint:` on stderr, an exit code, never a traceback."""
+"""Reports failures: `error:` and `hint:` on stderr and an exit code, never a traceback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMED_OUT = 124
 
 
 class Terminated(BaseException):
-    """A signal asked the command line to end; raised once what it made is gone."""
+    """A signal ended the command line. Raised after it has cleaned up."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -25,13 +25,13 @@ class Terminated(BaseException):
 
 
 def note(text: str) -> None:
-    """A remark on stderr, away from the output. Where stderr takes nothing, the exit code has to be enough."""
+    """Print a line to stderr; ignore it if stderr cannot be written to."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def flush_or_discard(stream: TextIO) -> OSError | None:
-    """Flush a standard stream. If that fails, discard what it holds and all that follows, and return the error."""
+    """Flush a standard stream. If that fails, discard its content and all later output, and return the error."""
     try:
         stream.flush()
     except OSError as error:
@@ -47,15 +47,15 @@ def _discard(stream: TextIO) -> None:
     stream.flush()
 
 
-def tell(error: str, hint: str | None = None) -> None:
-    """A failure in one or two lines. Control characters are shown, not obeyed: an agent may have put them."""
+def print_error(error: str, hint: str | None = None) -> None:
+    """Print an error and a hint. Control characters are escaped, because they may come from an agent."""
     note(f"error: {_printable(error)}")
     if hint:
         note(f"hint: {_printable(hint)}")
 
 
 def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
-    """Tell what went wrong and give the exit code for it."""
+    """Print an error and return the exit code for it."""
     if trace and not isinstance(error, SystemExit):
         import traceback
 
@@ -72,41 +72,41 @@ def exit_code_of(error: BaseException, *, trace: bool = False) -> int:
         _discard(sys.stdout)
         return BROKEN_PIPE
     if isinstance(error, CarrelError | ExtraMissing):
-        tell(error.detail, hint_of(error))
+        print_error(error.detail, hint_of(error))
         return 1
     if callable(words := getattr(error, "format_message", None)):
         context = getattr(error, "ctx", None)
         command = getattr(context, "command_path", "carrel")
-        # Without a word it was help that was shown, to who gave no command.
-        if said := str(words()).rstrip(".").replace(": Value error, ", ": "):
-            tell(said, f"`{command} --help` shows how it is used")
+        # The message is empty when help was printed because no command was given.
+        if message := str(words()).rstrip(".").replace(": Value error, ", ": "):
+            print_error(message, f"`{command} --help` shows how it is used")
         return USAGE
     if type(error).__name__ == "Abort":
         return INTERRUPTED
     if isinstance(error, OSError):
         if error.filename is None and (refused := flush_or_discard(sys.stdout)) is not None:
-            tell(f"cannot write to standard output: {refused.strerror}")
+            print_error(f"cannot write to standard output: {refused.strerror}")
             return 1
-        tell(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
+        print_error(f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error))
         return 1
-    tell(
+    print_error(
         f"carrel failed: {type(error).__name__}: {error}",
-        "this is a defect of carrel; `carrel --trace …` shows where it happened",
+        "this is a bug in carrel; `carrel --trace …` shows where it happened",
     )
     return 1
 
 
 def hint_of(error: CarrelError | ExtraMissing) -> str | None:
-    """What to do, for who sits at a terminal: what the server says speaks to those who send it requests."""
+    """Return a hint for the command line; the server's own hints are for callers of the API."""
     if isinstance(error, Unauthorized):
         if os.environ.get("CARREL_URL") and not os.environ.get("CARREL_TOKEN"):
-            return "CARREL_URL names a server; set CARREL_TOKEN to a token of that one"
-        return "set CARREL_TOKEN to a good one; without it that of the server on this machine is used"
+            return "CARREL_URL names a server; set CARREL_TOKEN to a token of that server"
+        return "set CARREL_TOKEN to a valid token, or unset it to use the token of the server on this machine"
     hint = error.hint
     if isinstance(error, ApprovalNeeded):
         if error.approval is None or (hint and "`carrel " in hint):
             return hint
-        return f"somebody else lets it from now on with `carrel approve --for-context {error.approval}`; then try again"
+        return f"another person allows it from now on with `carrel approve --for-context {error.approval}`; then retry"
     if isinstance(error, Denied) and error.rule and hint is None:
         source = error.extra.get("source")
         return f"the rule is {error.rule}{f' in {source}' if source else ''}"

@@ -1,4 +1,4 @@
-"""`ls` and `cp`: files of a sandbox, beside or to and from local ones."""
+"""`ls` and `cp`: list the files of a workspace, and copy them from and to local ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
-from carrel.cli.connecting import attempt, connected, existing, made
+from carrel.cli.connecting import connected, find_or_create, find_or_resume, with_approval
 from carrel.cli.failures import note
 from carrel.cli.printing import coloured, print_done, print_json, print_table, size
 from carrel.cli.progress import copying
@@ -24,10 +24,10 @@ _CONTEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
 def split_target(text: str) -> tuple[str | None, str]:
-    """`CONTEXT:path` as its two parts; a local path has no context.
+    """Split `CONTEXT:path`; a local path has no context.
 
-    A context may hold colons, so the last colon with a possible context before it divides. `CONTEXT:./a:b`
-    names a path with a colon, `./a:b` a local file.
+    A context may contain colons, so the last colon with a valid context before it is the separator. `CONTEXT:./a:b`
+    is a path with a colon, `./a:b` a local file.
     """
     colon = text.rfind(":")
     while colon > 0:
@@ -39,9 +39,9 @@ def split_target(text: str) -> tuple[str | None, str]:
 
 def ls(
     context: options.Context,
-    path: Annotated[str, typer.Argument(help="Relative to the workspace.")] = ".",
-    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Everything beneath too.")] = False,
-    limit: Annotated[int, typer.Option(min=1, help="At most this many entries.")] = 1000,
+    path: Annotated[str, typer.Argument(help="A directory, relative to the workspace.")] = ".",
+    recursive: Annotated[bool, typer.Option("--recursive", "-r", help="Also list subdirectories.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="List at most this many entries.")] = 1000,
     wait: options.Wait = None,
     json: options.Json = False,
 ) -> None:
@@ -54,7 +54,7 @@ def ls(
     from carrel.models import FileKind
 
     with connected() as client:
-        box = attempt(existing(client, context), None, wait)
+        box = with_approval(find_or_resume(client, context), None, wait)
         found = box.files.list(path, recursive=recursive, limit=limit)
     if json:
         print_json(found)
@@ -72,18 +72,20 @@ def ls(
         note(f"carrel: there are more than {limit} entries; --limit shows more")
 
 
-@options.makes_sandbox
+@options.takes_sandbox_options
 def cp(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A local path, CONTEXT:path, or - for stdin.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="A local path, CONTEXT:path, or - for stdout.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A local path, CONTEXT:path, or - for standard input.")],
+    destination: Annotated[
+        str, typer.Argument(metavar="DST", help="A local path, CONTEXT:path, or - for standard output.")
+    ],
     *,
-    wanted: options.Wanted,
+    sandbox: options.SandboxOptions,
     wait: options.Wait = None,
     json: options.Json = False,
 ) -> None:
     """Copy a file or a directory into a workspace or out of it.
 
-    What is copied into a context that has no sandbox makes one.
+    Copying into a context that has no sandbox creates one.
 
     \b
     carrel cp data.csv conversation-42:data/in.csv
@@ -91,7 +93,7 @@ def cp(
     carrel cp conversation-42:output/report.txt - | less
     """
     if json and destination == "-":
-        raise typer.BadParameter("standard output has the file already", param_hint="--json")
+        raise typer.BadParameter("standard output is used for the file", param_hint="--json")
 
     (from_context, from_path), (to_context, to_path) = split_target(source), split_target(destination)
     if (from_context is None) == (to_context is None):
@@ -103,9 +105,9 @@ def cp(
         raise InvalidRequest(f"there is no local file '{from_path}'", field="SRC")
     with connected() as client:
         if to_context is not None:
-            _upload(attempt(made(client, to_context, wanted), None, wait), from_path, to_path)
+            _upload(with_approval(find_or_create(client, to_context, sandbox), None, wait), from_path, to_path)
         elif from_context is not None:
-            _download(attempt(existing(client, from_context), None, wait), from_path, to_path)
+            _download(with_approval(find_or_resume(client, from_context), None, wait), from_path, to_path)
     if json:
         print_done(copied=source, to=destination)
 
@@ -113,7 +115,9 @@ def cp(
 def _upload(box: Sandbox, local: str, path: str) -> None:
     if local == "-":
         if path.endswith(("/", ".")):
-            raise InvalidRequest("standard input needs the name of a file", field="DST", hint="CONTEXT:dir/name")
+            raise InvalidRequest(
+                "standard input needs a file name to be written to", field="DST", hint="use CONTEXT:dir/name"
+            )
         box.files.write(path, sys.stdin.buffer)
         return
     source = Path(local)
@@ -130,7 +134,7 @@ def _download(box: Sandbox, path: str, local: str) -> None:
         return
     target = Path(local)
     name = PurePosixPath(path).name
-    # The name is one component, so it cannot lead out of the directory that was named.
+    # The name is one path component, so it cannot lead out of the target directory.
     if target.is_dir() and name not in {"", ".", ".."}:
         target /= name
     with copying(path, _remote_size(box, path)) as advance:

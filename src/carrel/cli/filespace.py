@@ -1,4 +1,4 @@
-"""Filespaces on the command line: sync a workspace, and list, get, put and remove files beside it."""
+"""`sync` and `filespace`: sync a workspace with its filespace; list, get, put and remove files of a filespace."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ Remote = Annotated[str, typer.Argument(metavar="PATH", help="A path in the files
 
 def sync(
     context: options.Context,
-    push: Annotated[bool, typer.Option("--push", help="Only what the workspace changed.")] = False,
-    pull: Annotated[bool, typer.Option("--pull", help="Only what the filespace changed.")] = False,
+    push: Annotated[bool, typer.Option("--push", help="Only copy changes of the workspace to the filespace.")] = False,
+    pull: Annotated[bool, typer.Option("--pull", help="Only copy changes of the filespace to the workspace.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Bring a workspace and its filespace together: a pull, then a push. The last writer of a file wins.
+    """Sync a workspace with its filespace: pull, then push. If both sides changed a file, the last change wins.
 
     \b
     carrel sync conversation-42
     carrel sync conversation-42 --push
     """
     if push and pull:
-        raise typer.BadParameter("without either, both are done", param_hint="--push --pull")
+        raise typer.BadParameter("give one of them, or none for both directions", param_hint="--push --pull")
     direction = "push" if push else "pull" if pull else "both"
     with waiting(f"syncing {context}", quiet=json), attached(context) as box:
         done = box.sync(direction)
@@ -51,13 +51,13 @@ def sync(
         parts.append(f"pulled {done.pulled} files, {size(done.pulled_bytes)}, deleted {done.pull_deleted}")
     typer.echo("; ".join(parts))
     for path in done.conflicts:
-        note(f"carrel: both sides had changed {plain(path)}")
+        note(f"carrel: both sides have changed {plain(path)}")
 
 
 @app.command("ls")
 def list_files(
     context: Owner,
-    path: Annotated[str, typer.Argument(metavar="PATH", help="What the paths begin with.")] = "",
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Only files whose path begins with this.")] = "",
     json: options.Json = False,
 ) -> None:
     """List the files of a filespace.
@@ -79,7 +79,7 @@ def list_files(
 def get(
     context: Owner,
     path: Remote,
-    local: Annotated[str, typer.Argument(metavar="FILE", help="Where to; without one, or with -, stdout.")] = "-",
+    local: Annotated[str, typer.Argument(metavar="FILE", help="The local file to write; - is standard output.")] = "-",
     json: options.Json = False,
 ) -> None:
     """Copy a file out of a filespace.
@@ -91,7 +91,7 @@ def get(
     from carrel.client._sync.files import save_as
 
     if json and local == "-":
-        raise typer.BadParameter("standard output has the file already", param_hint="--json")
+        raise typer.BadParameter("standard output is used for the file", param_hint="--json")
     with connected() as client:
         pieces = client.filespace(context).stream(path)
         if local == "-":
@@ -111,10 +111,10 @@ def get(
 def put(
     context: Owner,
     path: Remote,
-    local: Annotated[str, typer.Argument(metavar="FILE", help="What; without one, or with -, stdin.")] = "-",
+    local: Annotated[str, typer.Argument(metavar="FILE", help="The local file to read; - is standard input.")] = "-",
     json: options.Json = False,
 ) -> None:
-    """Copy a file into a filespace. The workspace gets it with its next pull.
+    """Copy a file into a filespace. The workspace gets it at its next pull.
 
     \b
     carrel filespace put conversation-42 data/in.csv in.csv
@@ -144,7 +144,7 @@ def remove(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Delete a file of a filespace, or all of it. The workspace follows a single file with its next pull.
+    """Delete a file of a filespace, or all files. The workspace drops a single deleted file at its next pull.
 
     \b
     carrel filespace rm conversation-42 data/in.csv
@@ -152,7 +152,7 @@ def remove(
     carrel filespace rm conversation-42 --all --yes
     """
     if (path is None) is not everything:
-        raise InvalidRequest("name one file, or say --all", field="PATH", hint="see `carrel filespace rm --help`")
+        raise InvalidRequest("give one PATH, or --all", field="PATH", hint="see `carrel filespace rm --help`")
     if everything and not yes:
         options.confirm(f"Delete every file of the filespace of {plain(context)}, for good?")
     with connected() as client:

@@ -1,4 +1,4 @@
-"""`mcp`: carrel as an MCP server, for the clients that people and agents use. Starts it; knows no tool."""
+"""`mcp`: starts carrel as an MCP server, over standard input and output or over HTTP."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from carrel.cli.importing import importing
 from carrel.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    import socket
-
     from carrel.integrations.mcp.server import WorkspaceServer
 
 
@@ -26,34 +24,38 @@ def mcp(
             "--context",
             "-c",
             metavar="NAME",
-            help="The context to work in. Over HTTP for those who name none.",
-            show_default="one for the client and this directory",
+            help="The context to work in. With --http: for requests that name none.",
+            show_default="one for this MCP client and directory",
             autocompletion=options.contexts,
         ),
     ] = None,
     template: options.Template = None,
-    http: Annotated[bool, typer.Option("--http", help="Serve streamable HTTP, not stdin and stdout.")] = False,
+    http: Annotated[bool, typer.Option("--http", help="Serve streamable HTTP instead of stdin and stdout.")] = False,
     host: Annotated[str, typer.Option(help="With --http: address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="With --http: port; 0 picks a free one.")] = 7072,
     allow_host: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="With --http: a name it may be reached by besides; repeatable."),
+        typer.Option(metavar="NAME", help="With --http: another host name that clients may use; repeatable."),
     ] = None,
     wait: Annotated[
-        float, typer.Option(metavar="SECONDS", min=0, max=3600, help="How long a call waits when a person says so.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, max=3600, help="How long a call waits for an approval if the user agrees."
+        ),
     ] = 300.0,
     approver_token_file: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Decide what waits with this token by what the person in front of the client says. Not with --http.",
+            help="A file with an approver's token: the user of the MCP client then decides approvals. Not with --http.",
         ),
     ] = None,
 ) -> None:
     """Give an MCP client the tools of a context: commands, Python, files, snapshots, environments.
 
-    Over stdin and stdout it works with CARREL_TOKEN, or with the token that the local server left for agents. Over
-    HTTP each request has to bring its own token and context: http://127.0.0.1:7072/CONTEXT/mcp.
+    MCP clients start `carrel mcp` themselves and talk to it over stdin and stdout. It uses CARREL_TOKEN, or the token
+    that the local server wrote for agents. With --http each request needs its own token and names its context:
+    http://127.0.0.1:7072/CONTEXT/mcp.
 
     \b
     carrel mcp --context conversation-42
@@ -61,7 +63,7 @@ def mcp(
     """
     if approver_token_file is not None and http:
         raise InvalidRequest(
-            "an approver's token is not for HTTP: whoever holds an agent's token could answer in a person's place",
+            "an approver's token cannot be used with --http: anyone with an agent's token could answer as a person",
             field="approver_token_file",
             hint="decide with `carrel approve`, or run `carrel mcp` without --http beside the client",
         )
@@ -74,7 +76,7 @@ def mcp(
 
 
 def _log_to_stderr() -> None:
-    """What goes wrong, in a line each: standard output is the protocol's, and nobody is shown a traceback."""
+    """Log to stderr without tracebacks; standard output belongs to the protocol."""
     import logging
 
     class Lines(logging.Formatter):
@@ -89,12 +91,13 @@ def _log_to_stderr() -> None:
 def _workspaces(context: str | None, template: str | None, wait: float, approver: Path | None) -> WorkspaceServer:
     if context is not None:
         _check(context)
-    token = None if approver is None else _token(approver)
     with importing():
         from carrel.client import AsyncClient
+        from carrel.integrations.http import read_token_file
         from carrel.integrations.mcp.asking import Asking
         from carrel.integrations.mcp.server import WorkspaceServer
 
+    token = None if approver is None else read_token_file(approver)
     deciding = None if token is None else lambda: AsyncClient(token=token)
     return WorkspaceServer(context_id=context, template=template, asking=Asking(wait_s=wait, approver=deciding))
 
@@ -114,13 +117,6 @@ def _check(context: str) -> None:
         ) from None
 
 
-def _token(path: Path) -> str:
-    text = path.read_text(encoding="utf-8", errors="replace").strip()
-    if not text or not text.isascii() or not text.isprintable() or " " in text:
-        raise InvalidRequest(f"{path} holds no token", field="approver_token_file", hint="one line: the token alone")
-    return text
-
-
 def _serve_stdio(workspaces: WorkspaceServer) -> None:
     import asyncio
     import signal
@@ -130,7 +126,7 @@ def _serve_stdio(workspaces: WorkspaceServer) -> None:
 
     if sys.stdin.isatty():
         note("carrel: this is for MCP clients, which start it themselves. Ctrl-C ends it")
-        # What reads the terminal cannot be interrupted otherwise before the next line.
+        # Without this, the thread that reads the terminal could not be interrupted before the next line.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     async def work() -> None:
@@ -141,45 +137,17 @@ def _serve_stdio(workspaces: WorkspaceServer) -> None:
     asyncio.run(work())
 
 
-def _listening(host: str, port: int) -> socket.socket:
-    import socket
-
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        raise InvalidRequest(
-            f"cannot listen on {host}:{port}: {error.strerror}",
-            field="port",
-            hint="choose another with --port, or 0 for any",
-        ) from None
-
-
 def _serve_http(workspaces: WorkspaceServer, context: str | None, host: str, port: int, names: list[str]) -> None:
     import uvicorn
 
     from carrel.client.locate import is_loopback
-    from carrel.connections import Connections, connections_allowed, http_protocol
-    from carrel.integrations.mcp.http import application, url_of
+    from carrel.integrations.http import listen, url_of, uvicorn_config
+    from carrel.integrations.mcp.http import application
 
     app = application(workspaces, hosts=names, context_id=context, host=host)
-    connections = Connections(connections_allowed())
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        http=http_protocol(connections),
-        ws="none",
-        backlog=connections.backlog,
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=2,
-        lifespan="on",
-    )
-    listening = _listening(host, port)
-    try:
-        print(f"carrel mcp listens on {url_of(host, listening.getsockname()[1])}/CONTEXT/mcp", flush=True)
+    config = uvicorn_config(app, grace_s=2, log_level="warning", lifespan="on")
+    with listen(host, port) as listener:
+        print(f"carrel mcp listens on {url_of(host, listener.getsockname()[1])}/CONTEXT/mcp", flush=True)
         if not is_loopback(host):
-            note("carrel: tokens travel in the clear here; put a proxy with TLS in front")
-        uvicorn.Server(config).run(sockets=[listening])
-    finally:
-        listening.close()
+            note("carrel: tokens are sent unencrypted; put a proxy with TLS in front")
+        uvicorn.Server(config).run(sockets=[listener])

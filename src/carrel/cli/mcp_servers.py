@@ -1,4 +1,4 @@
-"""`mcp-servers`: add, list, start, stop, call and remove the MCP servers that run in a context's sandbox."""
+"""`mcp-servers`: add, list, start, stop, call and remove the MCP servers in the sandbox of a context."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated
 import typer
 
 from carrel.cli import options
-from carrel.cli.connecting import attached, attempt, connected, once_approved
+from carrel.cli.connecting import attached, connected, explaining_approval, with_approval
 from carrel.cli.failures import note
 from carrel.cli.printing import plain, print_done, print_json, print_line, print_table
 from carrel.errors import InvalidRequest
 
-app = typer.Typer(help="MCP servers that run inside the sandbox of a context.", no_args_is_help=True)
+app = typer.Typer(help="MCP servers that run in the sandbox of a context.", no_args_is_help=True)
 
-Name = Annotated[str, typer.Argument(metavar="SERVER", help="What the server is called.")]
+Name = Annotated[str, typer.Argument(metavar="SERVER", help="The name of the MCP server.")]
 Pairs = list[str]
 
 
@@ -52,15 +52,22 @@ def add(
     server: Name,
     command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="The program and its arguments.")],
     requirements: Annotated[
-        Pairs | None, typer.Option("--requirement", "-r", help="A Python package it needs, like 'mcp-server-time'.")
+        Pairs | None,
+        typer.Option("--requirement", "-r", help="A Python package it needs, such as mcp-server-time; repeatable."),
     ] = None,
-    npm: Annotated[Pairs | None, typer.Option("--npm", "-n", help="An npm package it needs.")] = None,
-    variables: Annotated[Pairs | None, typer.Option("--env", "-e", metavar="NAME=VALUE", help="A variable.")] = None,
+    npm: Annotated[Pairs | None, typer.Option("--npm", "-n", help="An npm package it needs; repeatable.")] = None,
+    variables: Annotated[
+        Pairs | None, typer.Option("--env", "-e", metavar="NAME=VALUE", help="An environment variable; repeatable.")
+    ] = None,
     secrets: Annotated[
         Pairs | None,
-        typer.Option("--secret", "-s", metavar="NAME[=SECRET]", help="A variable whose value is a secret."),
+        typer.Option(
+            "--secret", "-s", metavar="NAME[=SECRET]", help="An environment variable with the value of a secret."
+        ),
     ] = None,
-    cwd: Annotated[str | None, typer.Option("--cwd", "-w", help="Where it starts, relative to the workspace.")] = None,
+    cwd: Annotated[
+        str | None, typer.Option("--cwd", "-w", help="The directory it starts in, relative to the workspace.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Add an MCP server to a context, or replace the one of that name. Options come before the context.
@@ -70,10 +77,10 @@ def add(
     carrel mcp-servers add -s API_KEY conversation-42 search python3 search.py
     """
     if server.startswith("-"):
-        raise typer.BadParameter(f"'{server}' is no name; options come before the context", param_hint="SERVER")
+        raise typer.BadParameter(f"'{server}' is not a name; options come before the context", param_hint="SERVER")
     with attached(context) as box:
         info = box.mcp.add(
-            server, options.apart(command), variables=_pairs(variables, "--env"),
+            server, options.program_words(command), variables=_pairs(variables, "--env"),
             secret_variables=_pairs([each if "=" in each else f"{each}={each}" for each in secrets or ()], "--secret"),
             requirements=requirements or None, npm=npm or None, cwd=cwd,
         )  # fmt: skip
@@ -81,18 +88,18 @@ def add(
         print_json(info)
         return
     if info.discovery_error is not None:
-        note(f"it could not be asked: {plain(info.discovery_error)}")
+        note(f"its tools could not be listed: {plain(info.discovery_error)}")
     print(f"{info.name}: {info.tools} tools, {box.mcp.url(info.name)}")
 
 
 @app.command("tools")
 def tools(
     context: options.Context,
-    server: Annotated[str | None, typer.Argument(metavar="SERVER", help="Of one server only.")] = None,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Ask the server anew.")] = False,
+    server: Annotated[str | None, typer.Argument(metavar="SERVER", help="Only the tools of this server.")] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Ask the servers for their tools again.")] = False,
     json: options.Json = False,
 ) -> None:
-    """List the tools of MCP servers, as they are known. Starts nothing.
+    """List the known tools of MCP servers. Starts no server unless --refresh is given.
 
     \b
     carrel mcp-servers tools conversation-42
@@ -109,21 +116,21 @@ def tools(
         print_json(found)
     elif found:
         rows = [[each.qualified, (each.description or each.title or "-").partition("\n")[0][:80]] for each in found]
-        print_table(["TOOL", "WHAT IT SAYS OF ITSELF"], rows)
+        print_table(["TOOL", "DESCRIPTION"], rows)
 
 
 @app.command("call")
 def call(
     context: options.Context,
     server: Name,
-    tool: Annotated[str, typer.Argument(metavar="TOOL", help="One of its tools.")],
-    arguments: Annotated[str, typer.Argument(metavar="JSON", help="The tool's arguments, an object.")] = "{}",
-    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long it may take.")] = 60.0,
+    tool: Annotated[str, typer.Argument(metavar="TOOL", help="The name of the tool.")],
+    arguments: Annotated[str, typer.Argument(metavar="JSON", help="The arguments, as a JSON object.")] = "{}",
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="How long the call may take.")] = 60.0,
     approval: options.Approval = None,
     wait: options.Wait = None,
     json: options.Json = False,
 ) -> None:
-    """Call a tool. The exit code is 1 when the tool says that it failed.
+    """Call a tool of an MCP server. The exit code is 1 when the tool reports an error.
 
     \b
     carrel mcp-servers call conversation-42 clock get_current_time '{"timezone": "Europe/Berlin"}'
@@ -134,8 +141,8 @@ def call(
         given = None
     if not isinstance(given, dict):
         raise InvalidRequest("the arguments must be a JSON object", field="JSON", hint="""such as '{"city": "Bonn"}'""")
-    with connected() as client, once_approved():
-        box = attempt(client.attach(client.find(context)), approval, wait)
+    with connected() as client, explaining_approval():
+        box = with_approval(client.attach(client.find(context)), approval, wait)
         result = box.mcp.request(server, tool, given, timeout=timeout)
     if json:
         print_json(result)
@@ -148,7 +155,7 @@ def call(
 
 @app.command("start")
 def start(context: options.Context, server: Name, json: options.Json = False) -> None:
-    """Start an MCP server now; a stopped sandbox is resumed.
+    """Start an MCP server now, and resume the sandbox if it is stopped.
 
     \b
     carrel mcp-servers start conversation-42 clock
@@ -176,7 +183,7 @@ def stop(context: options.Context, server: Name, json: options.Json = False) -> 
 
 @app.command("log")
 def log(context: options.Context, server: Name, json: options.Json = False) -> None:
-    """Show what an MCP server wrote to its standard error.
+    """Print the standard error of an MCP server.
 
     \b
     carrel mcp-servers log conversation-42 clock
@@ -193,7 +200,7 @@ def log(context: options.Context, server: Name, json: options.Json = False) -> N
 
 @app.command("rm")
 def rm(context: options.Context, server: Name, json: options.Json = False) -> None:
-    """End an MCP server and forget it.
+    """Stop an MCP server and remove it from the context.
 
     \b
     carrel mcp-servers rm conversation-42 clock
@@ -213,6 +220,6 @@ def _pairs(given: Pairs | None, option: str) -> dict[str, str]:
     for each in given or ():
         name, equals, value = each.partition("=")
         if not name or not equals:
-            raise InvalidRequest(f"{option} wants NAME=VALUE, not '{each[:80]}'", field=option, hint="add a value")
+            raise InvalidRequest(f"{option} needs NAME=VALUE, not '{each[:80]}'", field=option, hint="add a value")
         found[name] = value
     return found

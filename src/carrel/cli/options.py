@@ -1,4 +1,4 @@
-"""Options that several commands share, and the reading of their values."""
+"""Options that several commands share, and how their values are parsed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIZE = re.compile(r"^(\d+)\s*(|m|mb|mib|g|gb|gib)$", re.IGNORECASE)
 
 
 def contexts(incomplete: str) -> list[str]:
-    """Names for shell completion; silent about every failure, as completion must be."""
+    """Complete context names. Prints no error, as shell completion must not."""
     try:
         from carrel.client import Client
         from carrel.models import State
@@ -30,54 +30,63 @@ def contexts(incomplete: str) -> list[str]:
 
 
 def networks(incomplete: str) -> list[str]:
-    """The networks there are, for shell completion."""
+    """Complete network names."""
     from carrel.models import Network as Known
 
     return [name.value for name in Known if name.value.startswith(incomplete)]
 
 
 Context = Annotated[
-    str, typer.Argument(metavar="CONTEXT", help="A context id, or a sandbox id.", autocompletion=contexts)
+    str, typer.Argument(metavar="CONTEXT", help="A context id or a sandbox id.", autocompletion=contexts)
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Provider = Annotated[
     str | None,
-    typer.Option(help="Where it runs: auto, namespace, …; process isolates nothing and needs --trust high."),
+    typer.Option(help="What runs the sandbox: auto, namespace, …; process does not isolate and needs --trust high."),
 ]
-Trust = Annotated[str | None, typer.Option(help="How far the code is trusted: high, medium or low.")]
+Trust = Annotated[str | None, typer.Option(help="How much the code is trusted: high, medium or low.")]
 Template = Annotated[
-    str | None, typer.Option("--template", metavar="NAME", help="A recipe that `carrel templates` lists.")
+    str | None, typer.Option("--template", metavar="NAME", help="A template; `carrel templates` lists them.")
 ]
-Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of all its processes: 512m, 2g.")]
-Cpus = Annotated[float | None, typer.Option(help="CPU cores.")]
-Processes = Annotated[int | None, typer.Option(help="Processes and threads.")]
-Disk = Annotated[str | None, typer.Option(metavar="SIZE", help="Size of its workspace: 512m, 2g.")]
+Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory limit of the sandbox, such as 512m or 2g.")]
+Cpus = Annotated[float | None, typer.Option(help="CPU cores, such as 0.5 or 2.")]
+Processes = Annotated[int | None, typer.Option(help="Maximum number of processes and threads.")]
+Disk = Annotated[str | None, typer.Option(metavar="SIZE", help="Size limit of the workspace, such as 512m or 2g.")]
 Network = Annotated[
     str | None,
-    typer.Option(help="What it can reach: none, allowlist, internet, bridge or host.", autocompletion=networks),
+    typer.Option(help="Network access: none, allowlist, internet, bridge or host.", autocompletion=networks),
 ]
 Timeout = Annotated[
     float | None,
-    typer.Option(metavar="SECONDS", help="Everything it started dies then; 0: never. Without, as the sandbox has it."),
+    typer.Option(
+        metavar="SECONDS",
+        help="Kill the command and its children after this time; 0 means never. Default: the sandbox's.",
+    ),
 ]
 Interactive = Annotated[
-    bool, typer.Option("--interactive", "-i", help="Pass on what is typed; input that is no terminal always is.")
+    bool, typer.Option("--interactive", "-i", help="Send keyboard input to the command. Piped input is always sent.")
 ]
-Tty = Annotated[bool, typer.Option("--tty", "-t", help="Give the command a terminal, and every key to it.")]
+Tty = Annotated[bool, typer.Option("--tty", "-t", help="Give the command a terminal and send it every key.")]
 Approval = Annotated[
-    str | None, typer.Option(metavar="ID", help="Run what was approved; it runs once, exactly as it was asked for.")
+    str | None, typer.Option(metavar="ID", help="Use this approval: the same operation as was approved runs once.")
 ]
 Wait = Annotated[
-    float | None, typer.Option(metavar="SECONDS", min=0, max=600, help="Wait so long if a person has to decide.")
+    float | None,
+    typer.Option(metavar="SECONDS", min=0, max=600, help="If a person has to approve, wait up to this long for them."),
 ]
 Env = Annotated[
     list[str] | None,
-    typer.Option("--env", "-e", metavar="NAME=VALUE", help="Repeatable; NAME alone is passed on."),
+    typer.Option(
+        "--env",
+        "-e",
+        metavar="NAME=VALUE",
+        help="An environment variable; NAME alone takes its value here. Repeatable.",
+    ),
 ]
 
 
 def megabytes(text: str | None, option: str) -> int | None:
-    """`512`, `512m`, `2g` in megabytes."""
+    """Parse a size such as `512`, `512m` or `2g` into megabytes."""
     if text is None:
         return None
     found = _SIZE.match(text.strip())
@@ -87,12 +96,12 @@ def megabytes(text: str | None, option: str) -> int | None:
 
 
 def environment(given: list[str] | None) -> dict[str, str]:
-    """`NAME=VALUE` words as a mapping; `NAME` alone takes the value it has here."""
+    """Parse `NAME=VALUE` words; `NAME` alone takes its value from this process."""
     env: dict[str, str] = {}
     for word in given or []:
         name, equals, value = word.partition("=")
         if not name:
-            raise typer.BadParameter(f"'{word}' has no name before the equals sign", param_hint="--env")
+            raise typer.BadParameter(f"'{word}' has no name before '='", param_hint="--env")
         if not equals:
             if name not in os.environ:
                 raise typer.BadParameter(f"{name} is not set here", param_hint="--env")
@@ -104,17 +113,15 @@ def environment(given: list[str] | None) -> dict[str, str]:
 def confirm(question: str) -> None:
     """Ask the person at the terminal; exit unless the answer is yes."""
     if not sys.stdin.isatty():
-        raise typer.BadParameter("nobody is here to confirm it; give --yes if it is meant", param_hint="--yes")
+        raise typer.BadParameter("there is no terminal to ask on; give --yes to confirm", param_hint="--yes")
     if not typer.confirm(question, err=True):
         raise typer.Exit(1)
 
 
-def apart(words: list[str]) -> list[str]:
-    """A program and its arguments, without the dashes that set them apart from our own options: the parser leaves those
-    that come after a context.
-    """
+def program_words(words: list[str]) -> list[str]:
+    """Remove the `--` in front of a program, which the parser leaves when it comes after a context."""
     if words[0].startswith("-") and words[0] != "--":
-        raise typer.BadParameter(f"there is no program '{words[0]}'; options come first", param_hint="COMMAND")
+        raise typer.BadParameter(f"'{words[0]}' is not a program; options come first", param_hint="COMMAND")
     words = words[1:] if words[0] == "--" else words
     if not words:
         raise typer.BadParameter("there is no command after --", param_hint="COMMAND")
@@ -122,14 +129,14 @@ def apart(words: list[str]) -> list[str]:
 
 
 def program(words: list[str]) -> str | list[str]:
-    """One word is shell text, several are a program with its arguments."""
-    words = apart(words)
+    """Return one word as shell text, several as a program with its arguments."""
+    words = program_words(words)
     return words[0] if len(words) == 1 else words
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a sandbox is asked to be, should one be made."""
+class SandboxOptions:
+    """The options of a sandbox that a command may create."""
 
     template: str | None = None
     provider: str | None = None
@@ -138,15 +145,15 @@ class Wanted:
     limits: dict[str, float] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether anything is asked for."""
-        return self != Wanted()
+        """Whether any option was given."""
+        return self != SandboxOptions()
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `Client.sandbox`."""
+        """Return the arguments for `Client.sandbox`."""
         return {**vars(self), "limits": self.limits or None}
 
 
-def _wanted(
+def _sandbox_options(
     template: Template = None,
     provider: Provider = None,
     trust: Trust = None,
@@ -155,8 +162,7 @@ def _wanted(
     cpus: Cpus = None,
     processes: Processes = None,
     disk: Disk = None,
-) -> Wanted:
-    """The options of every command that may make a sandbox."""
+) -> SandboxOptions:
     limits: dict[str, float | None] = {
         "memory_mb": megabytes(memory, "--memory"),
         "cpus": cpus,
@@ -164,19 +170,19 @@ def _wanted(
         "disk_mb": megabytes(disk, "--disk"),
     }
     given = {name: value for name, value in limits.items() if value is not None}
-    return Wanted(template, provider, trust, network, given)
+    return SandboxOptions(template, provider, trust, network, given)
 
 
-def makes_sandbox(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of the sandbox that it may make; it gets what was chosen as `wanted`."""
+def takes_sandbox_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a new sandbox to a command, which gets them as `sandbox`."""
     own = inspect.signature(command, eval_str=True)
-    added = inspect.signature(_wanted, eval_str=True).parameters
+    added = inspect.signature(_sandbox_options, eval_str=True).parameters
 
     @functools.wraps(command)
     def called(**given: Any) -> None:
-        command(wanted=_wanted(**{name: given.pop(name) for name in added}), **given)
+        command(sandbox=_sandbox_options(**{name: given.pop(name) for name in added}), **given)
 
-    kept = [each for each in own.parameters.values() if each.name != "wanted"]
+    kept = [each for each in own.parameters.values() if each.name != "sandbox"]
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [each.replace(kind=keyword) for each in added.values()]
     called.__signature__ = own.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]

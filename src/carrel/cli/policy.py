@@ -1,4 +1,4 @@
-"""Policy on the command line: check documents and explain decisions without a server, get and set a context's own."""
+"""`policy`: check documents and explain decisions, also without a server; get and set the policy of a context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 
 from carrel.cli import options
 from carrel.cli.connecting import connected
-from carrel.cli.failures import note, tell
+from carrel.cli.failures import note, print_error
 from carrel.cli.printing import coloured, plain, print_done, print_json, print_table
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from carrel.policy.rules.layers import Policy
     from carrel.policy.verdict import Verdict
 
-app = typer.Typer(help="Check policy documents, explain decisions, set those of a context.", no_args_is_help=True)
+app = typer.Typer(help="Check policy documents, explain decisions, set the policy of a context.", no_args_is_help=True)
 
 Template = Annotated[
-    str | None, typer.Option("--template", "-t", metavar="NAME", help="A template of this machine, or its folder.")
+    str | None, typer.Option("--template", "-t", metavar="NAME", help="A template of this machine, or its directory.")
 ]
 _COLOURS = {"allow": "green", "ask": "yellow", "deny": "red"}
 _EXAMPLE = "example"
-"""Stands for the context, where no real one is given."""
+"""The value of ${CONTEXT_ID} when no context is given."""
 
 
 @app.command("check")
@@ -38,9 +38,9 @@ def check(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 on warnings too.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Check settings.json and sources.json: errors with their place, warnings about rules that mislead.
+    """Check settings.json and sources.json: print errors with their place, and warnings about misleading rules.
 
-    Exits with 1 when a document cannot be used.
+    Exits with 1 when a document is not valid.
 
     \b
     carrel policy check settings.json sources.json
@@ -60,7 +60,7 @@ def check(
             failed = True
             reports.append({"file": str(file), "valid": False, "error": error.problem()})
             if not json:
-                tell(error.detail, error.hint)
+                print_error(error.detail, error.hint)
             continue
         failed = failed or (strict and bool(warnings))
         reports.append({"file": str(file), "valid": True, "kind": kind, "warnings": warnings})
@@ -75,9 +75,12 @@ def check(
 def explain(
     command: Annotated[str, typer.Argument(metavar="COMMAND", help="Shell text, in quotes.")],
     settings: Annotated[
-        list[Path] | None, typer.Option("--settings", metavar="FILE", help="Repeatable: the highest layer first.")
+        list[Path] | None,
+        typer.Option("--settings", metavar="FILE", help="A settings.json; repeatable, the highest layer first."),
     ] = None,
-    sources: Annotated[list[Path] | None, typer.Option("--sources", metavar="FILE", help="Repeatable.")] = None,
+    sources: Annotated[
+        list[Path] | None, typer.Option("--sources", metavar="FILE", help="A sources.json; repeatable.")
+    ] = None,
     template: Template = None,
     context: Annotated[
         str | None,
@@ -85,18 +88,18 @@ def explain(
             "--context",
             "-c",
             metavar="CONTEXT",
-            help="Ask the server what holds there; with documents or --template, what ${CONTEXT_ID} stands for.",
+            help="Use the server's policy of this context. With documents or --template: the value of ${CONTEXT_ID}.",
             autocompletion=options.contexts,
         ),
     ] = None,
     shell: Annotated[
-        str | None, typer.Option(metavar="SHELL", help="Which shell runs it: bash or sh.", show_default="bash")
+        str | None, typer.Option(metavar="SHELL", help="The shell that runs it: bash or sh.", show_default="bash")
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """Show every command a shell text would run, what the policy says of each, by which rule and why. Runs nothing.
+    """Show every command that a shell text would run, and how the policy decides on each, with rule and reason.
 
-    Exits with 0 when it is allowed, 1 when it asks or is denied.
+    Runs nothing. Exits with 0 when all is allowed, with 1 when something needs approval or is denied.
 
     \b
     carrel policy explain "git push" --context conversation-42
@@ -106,7 +109,7 @@ def explain(
         raise typer.BadParameter("the shell is bash or sh", param_hint="--shell")
     if context is not None and not settings and not sources and template is None:
         if shell is not None:
-            raise typer.BadParameter("the server knows which shell runs it", param_hint="--shell")
+            raise typer.BadParameter("not with --context: the server knows its shell", param_hint="--shell")
         with connected() as client:
             explanation = client.policy(context).explain(command)
         shape: object = explanation
@@ -131,7 +134,7 @@ def get(context: options.Context, json: options.Json = False) -> None:
     """
     with connected() as client:
         info = client.policy(context).get()
-    _shown(info, json)
+    _print_documents(info, json)
 
 
 @app.command("set")
@@ -140,11 +143,11 @@ def set_(
     settings: Annotated[Path | None, typer.Option("--settings", metavar="FILE", help="The new settings.json.")] = None,
     sources: Annotated[Path | None, typer.Option("--sources", metavar="FILE", help="The new sources.json.")] = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Restart a running sandbox if that is needed for all of it to hold.")
+        bool, typer.Option("--restart", help="Restart a running sandbox if the new policy needs that.")
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Give a context policy documents; one that is not given stays as it is.
+    """Set the policy documents of a context. A document that is not given stays as it is.
 
     \b
     carrel policy set conversation-42 --settings settings.json --sources sources.json
@@ -159,12 +162,12 @@ def set_(
             sources=UNCHANGED if sources is None else _given(sources),
             restart=restart,
         )
-    _shown(info, json)
+    _print_documents(info, json)
 
 
 @app.command("rm")
 def rm(context: options.Context, json: options.Json = False) -> None:
-    """Forget the policy documents of a context: the server's own policy holds.
+    """Delete the policy documents of a context: from then on the server's own policy applies.
 
     \b
     carrel policy rm conversation-42
@@ -179,12 +182,12 @@ def _decided(command: str, policy: Policy, shell: str | None) -> Verdict:
     from carrel.policy.rules.decide import decide_shell
 
     if not policy.layers:
-        note("no rules are given, so everything is allowed; --context CONTEXT asks the server what holds there")
+        note("no rules are given, so everything is allowed; --context CONTEXT uses the policy of the server")
     return decide_shell(policy, command, dialect="sh" if shell == "sh" else "bash", read_file=_read_here)
 
 
 def _as_json(verdict: Verdict) -> dict[str, object]:
-    """All of a verdict, with the source and the hint that the API leaves out."""
+    """Return all of a verdict, with the source and the hint that the API leaves out."""
 
     def fields(each: Verdict) -> dict[str, object]:
         return {name: getattr(each, name) for name in ("verdict", "reason", "rule", "source", "hint")}
@@ -199,11 +202,13 @@ def _given(file: Path) -> dict[str, object]:
 
     value = documents.parse(_bytes(file), file.name)
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{file} is not a JSON object", field=str(file), hint="`carrel policy check` tells more")
+        raise InvalidRequest(
+            f"{file} is not a JSON object", field=str(file), hint="`carrel policy check` shows details"
+        )
     return value
 
 
-def _shown(info: PolicyInfo, json: bool) -> None:
+def _print_documents(info: PolicyInfo, json: bool) -> None:
     if json:
         print_json(info)
         return
@@ -215,7 +220,7 @@ def _shown(info: PolicyInfo, json: bool) -> None:
     for each in info.warnings:
         note(f"warning: {plain(each.rule)}: {plain(each.text)}")
     if info.restart_needed:
-        note("some of it holds only once the sandbox is restarted: --restart does it")
+        note("some rules apply only after a restart of the sandbox: give --restart")
 
 
 def _checked(file: Path) -> tuple[str, list[dict[str, str]]]:
@@ -255,9 +260,7 @@ def _document(file: Path) -> tuple[str, Settings | None, Sources | None]:
 
 
 def _of_template(template: str | None) -> list[Path]:
-    """The files of a template that are there: of a folder, of a name in the data directory of this machine, or of one
-    that came with carrel.
-    """
+    """Find the files of a template: in a directory, in the data directory of this machine, or shipped with carrel."""
     from carrel.errors import NotFound
 
     if template is None:
@@ -268,7 +271,9 @@ def _of_template(template: str | None) -> list[Path]:
     folders = [Path(template), Path(data_dir()) / "templates" / template, shipped / template]
     folder = next((each for each in folders if each.is_dir()), None)
     if folder is None:
-        raise NotFound(f"there is no template '{template}' here", hint=f"name a folder, or one in {folders[1].parent}")
+        raise NotFound(
+            f"there is no template '{template}' here", hint=f"give a directory, or a name in {folders[1].parent}"
+        )
     return [each for name in ("template.toml", "settings.json", "sources.json") if (each := folder / name).exists()]
 
 
@@ -291,7 +296,7 @@ def _policy(settings: list[Path], sources: list[Path], context: str, template: s
 
 
 def _read_here(path: str) -> str | None:
-    """A requirements file of the directory the command line stands in."""
+    """Read a requirements file of the current directory."""
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError, ValueError):
@@ -299,7 +304,7 @@ def _read_here(path: str) -> str | None:
 
 
 def _tell_warnings(file: str, kind: str, warnings: list[dict[str, str]]) -> None:
-    typer.echo(f"{plain(file)}: {kind}, valid" + (f", {len(warnings)} to look at" if warnings else ""))
+    typer.echo(f"{plain(file)}: {kind}, valid" + (f", {len(warnings)} warnings" if warnings else ""))
     for each in warnings:
         typer.echo(f"  {plain(each['rule'])}: {plain(each['text'])}")
 

@@ -1,4 +1,4 @@
-"""How results look: tables for people, JSON for programs. Text from a sandbox cannot steer the terminal."""
+"""Prints results: tables for people, JSON for programs. Control characters from a sandbox are escaped."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ _GAP = 2
 _NARROWEST = 6
 _NAMES = {"ID", "CONTEXT"}
 _NAME_WIDTH = 24
-"""What other commands are given is of no use when it is cut."""
+"""Ids are arguments of other commands, so they must not be cut."""
 
 
 def print_json(value: object) -> None:
-    """A value as readable JSON; models in it too."""
+    """Print a value, which may contain models, as indented JSON."""
     print(json.dumps(value, indent=2, ensure_ascii=True, default=_fields))
 
 
 def print_done(**what: object) -> None:
-    """What was done, as JSON: for commands whose answer has nothing else to tell."""
+    """Print what was done as JSON, for commands whose answer has no content."""
     print_json(what)
 
 
 def print_line(value: object) -> None:
-    """A value as one line of JSON, at once."""
+    """Print a value as one line of JSON and flush."""
     print(json.dumps(value, ensure_ascii=True, default=_fields), flush=True)
 
 
@@ -38,20 +38,20 @@ def _fields(model: BaseModel) -> dict[str, object]:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *, wrap: bool = False) -> None:
-    """A table; cut or wrapped to the width of a terminal, whole when it goes elsewhere."""
+    """Print a table, cut or wrapped to the width of the terminal. It is not cut when the output is not a terminal."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold" if console.is_terminal else "", padding=(0, _GAP, 0, 0))
-    # A plain str would be read as markup; a name like "[red]" must show as itself.
+    # rich reads a str as markup, so a name like "[red]" must be a Text.
     cells = [[Text(plain(cell)) if isinstance(cell, str) else cell for cell in row] for row in rows]
     widths = [max(len(name), *(row[at].cell_len for row in cells), 1) for at, name in enumerate(columns)]
     room = console.width - _GAP * len(columns)
     if console.is_terminal:
         widths = fitting(widths, room, [_NAME_WIDTH if name in _NAMES else _NARROWEST for name in columns])
-    # Wider than a narrow terminal it runs over: that can be read, cells of two letters cannot.
+    # On a very narrow terminal the table runs over: that is better than cells of two letters.
     console.width = max(sum(widths) + _GAP * len(columns), console.width)
     for column, width in zip(columns, widths, strict=True):
         table.add_column(column, overflow="fold" if wrap else "ellipsis", no_wrap=not wrap, max_width=width)
@@ -61,9 +61,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *,
 
 
 def fitting(widths: Sequence[int], room: int, least: Sequence[int]) -> list[int]:
-    """The widths of columns that have so much room together: only the widest give way, none below its least, so that
-    the short ones, which say most, stay whole.
-    """
+    """Reduce column widths until they fit into `room`: the widest first, none below its minimum in `least`."""
     most = max(widths, default=0)
     fitted = [*widths]
     while most > min(least, default=0) and sum(fitted) > room:
@@ -73,19 +71,19 @@ def fitting(widths: Sequence[int], room: int, least: Sequence[int]) -> list[int]
 
 
 def coloured(text: str, style: str) -> Text:
-    """A cell in a colour."""
+    """Make a coloured cell."""
     from rich.text import Text
 
     return Text(plain(text), style=style)
 
 
 def plain(text: str) -> str:
-    """Text with its control characters made visible."""
+    """Escape control characters."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 def age(moment: datetime, now: datetime | None = None) -> str:
-    """How long ago, in one unit."""
+    """Format how long ago a moment was, in one unit."""
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=UTC)
     seconds = max(0, int(((now or datetime.now(UTC)) - moment).total_seconds()))
@@ -96,7 +94,7 @@ def age(moment: datetime, now: datetime | None = None) -> str:
 
 
 def size(count: int) -> str:
-    """Bytes for people."""
+    """Format a number of bytes."""
     value = float(count)
     for unit in ("B", "K", "M", "G"):
         if value < 1024:

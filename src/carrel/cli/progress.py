@@ -1,4 +1,4 @@
-"""What a person sees on stderr while something takes long: bytes, or the time so far. Not on a terminal: nothing."""
+"""Progress on stderr while something takes long: bytes or elapsed time. Nothing when stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PATIENCE_S = 0.4
-"""What is over sooner is not worth a line that comes and goes."""
+"""Nothing is shown for operations that are faster."""
 _LARGE = 8 * 1024 * 1024
 
 
 @contextmanager
 def copying(title: str, total: int | None = None) -> Iterator[Callable[[int], object] | None]:
-    """A bar to tell of each piece that was copied, or None when the copy is too short to see or nobody watches."""
+    """Show a progress bar. Yields a function to call with each number of copied bytes, or None without a bar."""
     if not sys.stderr.isatty() or (total is not None and total < _LARGE):
         yield None
         return
@@ -37,7 +37,7 @@ def copying(title: str, total: int | None = None) -> Iterator[Callable[[int], ob
 
 @contextmanager
 def waiting(title: str, *, quiet: bool = False) -> Iterator[None]:
-    """A spinner with the time so far, once it takes longer than a moment. With `quiet` never."""
+    """Show a spinner with the elapsed time if the block takes longer than a moment."""
     if quiet or not sys.stderr.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""`python`: code in a context's sandbox, in a fresh process or in a code context that keeps its variables."""
+"""`python`: runs Python code in a sandbox, in a new process or in a code context that keeps its variables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
-from carrel.cli.connecting import attempt, connected, made, once_approved
+from carrel.cli.connecting import connected, explaining_approval, find_or_create, with_approval
 from carrel.cli.failures import TIMED_OUT, note
 from carrel.cli.printing import print_json
 from carrel.errors import InvalidRequest
@@ -18,29 +18,29 @@ if TYPE_CHECKING:
     from carrel.client import Client, Sandbox
 
 
-@options.makes_sandbox
+@options.takes_sandbox_options
 def python(
     context: Annotated[
         str | None,
         typer.Argument(
             metavar="CONTEXT",
-            help="A context id, or a sandbox id. Without one, the sandbox is gone afterwards.",
+            help="A context id or a sandbox id. Without one, a new sandbox is used and removed afterwards.",
             autocompletion=options.contexts,
         ),
     ] = None,
     file: Annotated[
         str | None,
-        typer.Argument(metavar="FILE", help="A local file with the code; '-' or none reads it from stdin."),
+        typer.Argument(metavar="FILE", help="A local file with the code; '-' or none reads standard input."),
     ] = None,
-    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="For `sys.argv`.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Arguments, for `sys.argv`.")] = None,
     *,
-    wanted: options.Wanted,
-    code: Annotated[str | None, typer.Option("-c", metavar="CODE", help="The code itself.")] = None,
+    sandbox: options.SandboxOptions,
+    code: Annotated[str | None, typer.Option("-c", metavar="CODE", help="The code, instead of a file.")] = None,
     cell: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Run it as a cell of this code context: variables stay.")
+        str | None, typer.Option(metavar="NAME", help="Run it as a cell of this code context, which keeps variables.")
     ] = None,
     environment: Annotated[
-        str | None, typer.Option("--environment", metavar="NAME", help="An environment that `carrel envs` lists.")
+        str | None, typer.Option("--environment", metavar="NAME", help="A Python environment; see `carrel envs`.")
     ] = None,
     timeout: options.Timeout = None,
     env: options.Env = None,
@@ -48,10 +48,10 @@ def python(
     wait: options.Wait = None,
     json: options.Json = False,
 ) -> None:
-    """Run Python in a fresh sandbox, or in a context's, which is made or resumed when needed and stays.
+    """Run Python in a new sandbox, or in the sandbox of a context, which is created or resumed if needed and stays.
 
-    The first word is a file when it ends in .py or has a slash. Without -c or a file the code is read from standard
-    input. Options of your own program come after `--`.
+    The first argument is a file if it ends in .py or has a slash, else a context. Without -c or a file the code is
+    read from standard input. Options of your own program come after `--`.
 
     \b
     carrel python report.py 2026 -- --all
@@ -61,8 +61,8 @@ def python(
     carrel python conversation-42 --cell analysis -c 'x = 41'
     carrel python conversation-42 --cell analysis -c 'x + 1'
     """
-    from carrel.cli.running import ephemeral, kept, to_the_end
-    from carrel.cli.streams import followed
+    from carrel.cli.running import context_sandbox, ephemeral_sandbox, run_with_cleanup
+    from carrel.cli.streams import follow
 
     words = [word for word in (context, file) if word is not None] + (args or [])
     if code is None and cell is None and words and _is_file(words[0]):
@@ -78,29 +78,29 @@ def python(
     text = code if code is not None else _read(source)
     variables = options.environment(env)
     if not context and (cell is not None or approval is not None or wait is not None):
-        raise InvalidRequest("code contexts, --approval and --wait need a context", field="context", hint="name one")
-    if not context and code is not None and not wanted and not variables and not words:
+        raise InvalidRequest("--cell, --approval and --wait need a context", field="context", hint="name one")
+    if not context and code is not None and not sandbox and not variables and not words:
         with connected() as client:
             raise typer.Exit(_stateless(client, text, environment, timeout, json=json))
     if context and cell is not None:
-        with connected() as client, once_approved():
-            box = attempt(made(client, context, wanted), approval, wait)
+        with connected() as client, explaining_approval():
+            box = with_approval(find_or_create(client, context, sandbox), approval, wait)
             raise typer.Exit(_cell(box, cell, text, environment, variables, timeout, json=json))
     fed = (code is not None or source not in {None, "-"}) and not sys.stdin.closed and not sys.stdin.isatty()
 
     async def work() -> int:
-        async with kept(context, wanted) if context else ephemeral(wanted) as box:
-            handle = await attempt(box, approval, wait).python.start(
+        async with context_sandbox(context, sandbox) if context else ephemeral_sandbox(sandbox) as box:
+            handle = await with_approval(box, approval, wait).python.start(
                 text, args=words, env=environment, variables=variables, timeout=timeout, interactive=fed
             )
-            return await followed(handle, fed=fed, json=json)
+            return await follow(handle, fed=fed, json=json)
 
-    with once_approved():
-        raise typer.Exit(to_the_end(work()))
+    with explaining_approval():
+        raise typer.Exit(run_with_cleanup(work()))
 
 
 def _is_file(word: str) -> bool:
-    """Whether a word names a local file: no context has a slash, and code is in files that end in .py."""
+    """Return whether a word is a local file: it ends in .py, or has a slash, which no context has."""
     return word.endswith(".py") or "/" in word or word == "-"
 
 
@@ -110,7 +110,7 @@ def _read(file: str | None) -> str:
     try:
         text = sys.stdin.read() if file is None or file == "-" else Path(file).read_text(encoding="utf-8")
     except OSError as error:
-        raise InvalidRequest(f"{file} cannot be read: {error.strerror}", field="file") from None
+        raise InvalidRequest(f"cannot read {file}: {error.strerror}", field="file") from None
     except UnicodeDecodeError:
         raise InvalidRequest("the code is not UTF-8", field="file") from None
     if not text:
@@ -160,5 +160,5 @@ def _cell(
     if result.error is not None:
         write_out("stderr", result.error.traceback.encode(errors="replace"))
     if result.status == "died":
-        note(f"carrel: code context '{name}' ended with this cell; its variables are gone")
+        note(f"carrel: this cell ended code context '{name}'; its variables are gone")
     return 0 if result.ok else 1

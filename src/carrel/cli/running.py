@@ -1,4 +1,4 @@
-"""The sandbox a command runs in, by name on the server or an ephemeral one that needs no server, until it has ended."""
+"""Provides the sandbox that a command runs in: that of a context, or an ephemeral one, also without a server."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, TypeVar
 
-from carrel.cli.connecting import tell_new
+from carrel.cli.connecting import note_created
 from carrel.cli.failures import Terminated
 from carrel.client.locate import local_server
 from carrel.errors import NotFound, ServerUnreachable
 
 if TYPE_CHECKING:
-    from carrel.cli.options import Wanted
+    from carrel.cli.options import SandboxOptions
     from carrel.client import AsyncClient, AsyncSandbox, Sandbox
     from carrel.local import LocalSandbox
 
@@ -26,27 +26,27 @@ Box = TypeVar("Box", "AsyncSandbox", "Sandbox")
 
 
 @asynccontextmanager
-async def kept(name: str, wanted: Wanted) -> AsyncIterator[AsyncSandbox]:
-    """The sandbox of that name on the server, made or resumed when needed; it stays. What runs must be as wanted."""
+async def context_sandbox(name: str, sandbox: SandboxOptions) -> AsyncIterator[AsyncSandbox]:
+    """Find, create or resume the sandbox of a context; it stays. A running one must match the options."""
     from carrel.client import AsyncClient
 
     async with AsyncClient(administrator=True) as client:
         try:
             info = await client.find(name)
         except NotFound:
-            box = await client.sandbox(name, **wanted.arguments())
-            tell_new(name)
+            box = await client.sandbox(name, **sandbox.arguments())
+            note_created(name)
             yield box
             return
-        if info.context_id is None or (info.state == "running" and not wanted):
+        if info.context_id is None or (info.state == "running" and not sandbox):
             yield client.attach(info)
         else:
-            yield await client.sandbox(info.context_id, **wanted.arguments())
+            yield await client.sandbox(info.context_id, **sandbox.arguments())
 
 
 @asynccontextmanager
-async def ephemeral(wanted: Wanted, *, keep: bool = False) -> AsyncIterator[AsyncSandbox]:
-    """A sandbox that is gone afterwards: on the server that runs here, else on one inside this process."""
+async def ephemeral_sandbox(sandbox: SandboxOptions, *, keep: bool = False) -> AsyncIterator[AsyncSandbox]:
+    """Create a sandbox and remove it afterwards: on the server that runs here, else on one inside this process."""
     from carrel.client import AsyncClient
 
     named = bool(os.environ.get("CARREL_URL"))
@@ -54,7 +54,7 @@ async def ephemeral(wanted: Wanted, *, keep: bool = False) -> AsyncIterator[Asyn
         async with AsyncClient(administrator=True) as client:
             box: AsyncSandbox | None = None
             try:
-                box = await client.sandbox(**wanted.arguments())
+                box = await client.sandbox(**sandbox.arguments())
             except ServerUnreachable:
                 if named or keep:
                     raise
@@ -66,35 +66,35 @@ async def ephemeral(wanted: Wanted, *, keep: bool = False) -> AsyncIterator[Asyn
                     yield box
                 return
     if keep:
-        raise ServerUnreachable(
-            "a sandbox can only be kept by a server, and none runs here", hint="start one with `carrel serve`"
-        )
-    async with _own_server(wanted) as client, await client.sandbox(**wanted.arguments()) as made:
+        raise ServerUnreachable("--keep needs a server, and none runs here", hint="start one with `carrel serve`")
+    async with _own_server(sandbox) as client, await client.sandbox(**sandbox.arguments()) as made:
         yield made
 
 
 @asynccontextmanager
-async def single(wanted: Wanted, *, keep: bool = False) -> AsyncIterator[AsyncSandbox | LocalSandbox]:
-    """A sandbox for one command. Without a server it is made without one where that is possible, which is quicker."""
+async def one_command_sandbox(
+    sandbox: SandboxOptions, *, keep: bool = False
+) -> AsyncIterator[AsyncSandbox | LocalSandbox]:
+    """Create a sandbox for one command. Where no server runs it is made without one if possible, which is quicker."""
     if not keep and not os.environ.get("CARREL_URL") and local_server() is None:
         from carrel.local import local_sandbox
 
-        async with local_sandbox({}, **wanted.arguments()) as local:
+        async with local_sandbox({}, **sandbox.arguments()) as local:
             if local is not None:
                 yield local
                 return
-    async with ephemeral(wanted, keep=keep) as box:
+    async with ephemeral_sandbox(sandbox, keep=keep) as box:
         yield box
 
 
 @asynccontextmanager
-async def _own_server(wanted: Wanted) -> AsyncIterator[AsyncClient]:
+async def _own_server(sandbox: SandboxOptions) -> AsyncIterator[AsyncClient]:
     from carrel.client import AsyncClient, data_dir
     from carrel.config import load
     from carrel.local import short_temporary_directory
     from carrel.server import running
 
-    # What the server logs reaches the caller as an error already; stderr belongs to the command that is run.
+    # Errors of the server reach the user through the client; stderr belongs to the command that is run.
     logging.getLogger().addHandler(logging.NullHandler())
     with tempfile.TemporaryDirectory(
         prefix="carrel-", dir=short_temporary_directory(), ignore_cleanup_errors=True
@@ -105,19 +105,19 @@ async def _own_server(wanted: Wanted) -> AsyncIterator[AsyncClient]:
             "port": 0,
             "log_level": "error",
         }
-        if wanted.provider == "process":
-            # Whoever types the name on their own machine has chosen; a server asks its operator instead.
+        if sandbox.provider == "process":
+            # The user who types the name on their own machine has chosen it; on a server the operator must allow it.
             flags["sandbox.allow_process"] = True
         settings = load(flags)
-        if settings.templates_dir is None:  # those of the server that would run here
+        if settings.templates_dir is None:  # use the templates of the server that would run here
             usual = os.path.join(data_dir(), "templates")
             settings = settings.model_copy(update={"templates_dir": usual})
         async with running(settings) as server, AsyncClient(server.url, server.token) as client:
             yield client
 
 
-def to_the_end(work: Coroutine[object, object, T]) -> T:
-    """Run a coroutine so that SIGTERM and SIGHUP let it tidy up, as Ctrl-C does."""
+def run_with_cleanup(work: Coroutine[object, object, T]) -> T:
+    """Run a coroutine; SIGTERM and SIGHUP cancel it, as Ctrl-C does, so that it can clean up."""
 
     async def attended() -> T:
         task = asyncio.ensure_future(work)

@@ -1,6 +1,4 @@
-"""`ps`, `usage`, `stop`, `resume`, `rm` and `forget`: which sandboxes there are, what they hold, how they
-end and start again.
-"""
+"""`ps`, `usage`, `stop`, `resume`, `rm` and `forget`: list, measure, stop, start and delete sandboxes."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import typer
 
 from carrel.cli import options
 from carrel.cli.connecting import attached, connected
-from carrel.cli.failures import note, tell
+from carrel.cli.failures import note, print_error
 from carrel.cli.printing import age, coloured, plain, print_json, print_table, size
 from carrel.cli.progress import waiting
 from carrel.errors import CarrelError, Denied, NotFound
@@ -33,12 +31,14 @@ Result = TypeVar("Result")
 def ps(
     context: Annotated[
         str | None,
-        typer.Argument(metavar="CONTEXT", help="Show its commands instead.", autocompletion=options.contexts),
+        typer.Argument(
+            metavar="CONTEXT", help="List the commands of this one instead.", autocompletion=options.contexts
+        ),
     ] = None,
-    all_states: Annotated[bool, typer.Option("--all", "-a", help="Terminated ones too.")] = False,
+    all_states: Annotated[bool, typer.Option("--all", "-a", help="Also list terminated sandboxes.")] = False,
     json: options.Json = False,
 ) -> None:
-    """List the sandboxes, or the commands of one.
+    """List sandboxes, or the commands of one sandbox.
 
     \b
     carrel ps
@@ -58,7 +58,7 @@ def ps(
 
 
 def _show(found: Sequence[tuple[SandboxInfo, int | None]], *, files: bool = False) -> None:
-    """Print sandboxes as a table, and notices below it. `files` adds a column: do terminated ones still have files?"""
+    """Print sandboxes as a table with notices below. `files` adds a column that says whether their files exist."""
     colours = {"running": "green", "error": "red", "terminated": "dim", "stopped": "dim"}
     rows: list[list[str | Text]] = []
     for info, count in found:
@@ -93,7 +93,7 @@ async def _sandboxes(*, all_states: bool) -> list[tuple[SandboxInfo, int | None]
 
     async with AsyncClient(administrator=True) as client:
         known = {info.id: info async for info in client.sandboxes()}
-        if all_states:  # looked for last: what ends meanwhile is in both, and shown once
+        if all_states:  # after the live ones, so that a sandbox that ends meanwhile is not missed
             known |= {info.id: info async for info in client.sandboxes(state=State.TERMINATED)}
         found = [*known.values()]
         gate = asyncio.Semaphore(_AT_ONCE)
@@ -110,7 +110,7 @@ async def _running_commands(client: AsyncClient, info: SandboxInfo, gate: asynci
         try:
             return (await client.attach(info).health()).commands_running
         except CarrelError:
-            # One sandbox that does not answer must not hide the others.
+            # A sandbox that does not answer must not hide the others.
             return None
 
 
@@ -136,7 +136,7 @@ def stop(
     ],
     json: options.Json = False,
 ) -> None:
-    """Stop sandboxes and keep their files; the next use starts them again, and so does `resume`.
+    """Stop sandboxes and keep their files. The next use, or `carrel resume`, starts them again.
 
     \b
     carrel stop conversation-42
@@ -155,7 +155,7 @@ def stop(
 
 
 def resume(context: options.Context, json: options.Json = False) -> None:
-    """Start the sandbox of a context again, on its files. One that runs is left as it is.
+    """Start a stopped sandbox again, with its files. Does nothing if it runs.
 
     \b
     carrel resume conversation-42
@@ -171,12 +171,12 @@ def resume(context: options.Context, json: options.Json = False) -> None:
 def usage(
     context: Annotated[
         str | None,
-        typer.Argument(metavar="CONTEXT", help="Only this one.", autocompletion=options.contexts),
+        typer.Argument(metavar="CONTEXT", help="Only this context.", autocompletion=options.contexts),
     ] = None,
-    disk: Annotated[bool, typer.Option("--disk", help="Only what fills the server's disk.")] = False,
+    disk: Annotated[bool, typer.Option("--disk", help="Only the disk usage of the server.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Show what workspaces hold and what they may, those of terminated contexts too, and what fills the disk.
+    """Show size and limit of each workspace, also of terminated contexts, and the disk usage of the server.
 
     \b
     carrel usage
@@ -205,7 +205,7 @@ def usage(
         rows.append([info.context_id or "-", info.id, state, size(usage.bytes), most, share, usage.enforced_by])
     print_table(["CONTEXT", "ID", "STATE", "USED", "LIMIT", "SHARE", "ENFORCED BY"], rows)
     if context is None:
-        with contextlib.suppress(Denied):  # a token that does not reach every context sees its own workspaces only
+        with contextlib.suppress(Denied):  # only a token for every context may see the disk
             _disk(json=False)
 
 
@@ -238,7 +238,7 @@ async def _usages(context: str | None) -> list[tuple[SandboxInfo, WorkspaceUsage
                 try:
                     return info, await client.attach(info).usage()
                 except CarrelError:
-                    # One that has just ended, or is on another server, must not hide the others.
+                    # A sandbox that has just ended, or is on another server, must not hide the others.
                     return None
 
         return [each for each in await asyncio.gather(*(asked(info) for info in found)) if each is not None]
@@ -249,18 +249,19 @@ def rm(
         list[str] | None,
         typer.Argument(metavar="CONTEXT", help="Context or sandbox ids.", autocompletion=options.contexts),
     ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Every sandbox.")] = False,
-    files: Annotated[bool, typer.Option("--files", help="Delete the workspaces too.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Terminate every sandbox.")] = False,
+    files: Annotated[bool, typer.Option("--files", help="Also delete the files.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     snapshot: Annotated[
-        bool | None, typer.Option("--snapshot/--no-snapshot", help="Take a last one; by default unless --files.")
+        bool | None,
+        typer.Option("--snapshot/--no-snapshot", help="Take a last snapshot. Default: yes, unless --files."),
     ] = None,
-    reason: Annotated[str, typer.Option(help="Kept in the record.")] = "carrel rm",
+    reason: Annotated[str, typer.Option(help="Written to the record of the sandbox.")] = "carrel rm",
     json: options.Json = False,
 ) -> None:
-    """Terminate sandboxes and everything that runs in them. Workspaces stay unless you say --files.
+    """Terminate sandboxes and everything that runs in them. The files stay unless --files is given.
 
-    With --files also the workspace of a context that was terminated before; `carrel ps --all` shows those.
+    --files also works for a context that is already terminated; `carrel ps --all` lists those.
 
     \b
     carrel rm conversation-42
@@ -278,7 +279,7 @@ def rm(
             try:
                 chosen.append(_named(client, name, files=files))
             except CarrelError as error:
-                tell(error.detail, error.hint)
+                print_error(error.detail, error.hint)
                 failed = True
         if chosen and not yes:
             names = [info.context_id or info.id for info in chosen]
@@ -298,12 +299,12 @@ def forget(
     contexts: Annotated[
         list[str], typer.Argument(metavar="CONTEXT", help="Context ids.", autocompletion=options.contexts)
     ],
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Forget contexts: delete everything that is kept of them. Only the audit log stays. For administrators.
+    """Delete contexts with all their data. Only the audit log remains. For administrators.
 
-    Files, snapshots, filespace, secrets, MCP servers, template and policy go. `carrel rm --files` leaves the policy.
+    Deletes files, snapshots, filespace, secrets, MCP servers, template and policy. `carrel rm --files` keeps policies.
 
     \b
     carrel forget conversation-42
@@ -311,7 +312,7 @@ def forget(
     """
     names = list(dict.fromkeys(contexts))
     if not yes:
-        options.confirm(f"Delete everything that is kept of {_few(names)}, its policy too?")
+        options.confirm(f"Delete all data of {_few(names)}, also the policy?")
 
     def forget_one(name: str) -> str:
         client.forget(name)
@@ -327,7 +328,7 @@ def forget(
 def _to_each(
     chosen: Iterable[tuple[str, Chosen]], act: Callable[[Chosen], Result], words: tuple[str, str], *, json: bool
 ) -> list[Result]:
-    """Do the same to each, one after the other; gives the results. One that fails is told of and stops no other."""
+    """Do the same to each, one after the other, and return the results. Failures are printed and stop no other."""
     doing, done = words
     results = []
     for name, each in chosen:
@@ -335,7 +336,7 @@ def _to_each(
             with waiting(f"{doing} {name}", quiet=json):
                 results.append(act(each))
         except CarrelError as error:
-            tell(f"{name}: {error.detail}", error.hint)
+            print_error(f"{name}: {error.detail}", error.hint)
             continue
         if not json:
             note(f"{done} {plain(name)}")
@@ -343,7 +344,7 @@ def _to_each(
 
 
 def _named(client: Client, name: str, *, files: bool) -> SandboxInfo:
-    """The sandbox to remove; for its files also one that was terminated before."""
+    """Find the sandbox to remove; to delete its files also a terminated one."""
     from carrel.models import State
 
     try:
@@ -356,5 +357,4 @@ def _named(client: Client, name: str, *, files: bool) -> SandboxInfo:
 
 
 def _few(names: list[str]) -> str:
-    """Names to show in a question."""
     return ", ".join(plain(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

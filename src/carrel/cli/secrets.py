@@ -1,4 +1,4 @@
-"""`secret`: keep, list and forget secrets of a context or a template. `rekey` changes the key, without a server."""
+"""`secret`: set, list and delete secrets of a context or a template. `rekey` changes the key, without a server."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from carrel.client import Client, Secrets
 
 app = typer.Typer(
-    help="Secrets: files in /run/secrets of a context's sandbox, or of all made by a template.", no_args_is_help=True
+    help="Secrets: files in /run/secrets of the sandbox of a context, or of all sandboxes of a template.",
+    no_args_is_help=True,
 )
 
 Owner = Annotated[
-    str, typer.Argument(metavar="OWNER", help="A context id, or a template.", autocompletion=options.contexts)
+    str,
+    typer.Argument(
+        metavar="OWNER", help="A context id, or with --template a template.", autocompletion=options.contexts
+    ),
 ]
-OfTemplate = Annotated[bool, typer.Option("--template", "-t", help="OWNER is a template: for all made by it.")]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="What the file is called.")]
+OfTemplate = Annotated[bool, typer.Option("--template", "-t", help="OWNER is a template, not a context.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the secret and of its file.")]
 
 
 @app.command("set")
@@ -34,10 +38,10 @@ def put(
     owner: Owner,
     name: Name,
     template: OfTemplate = False,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Where the value is; without one, stdin.")] = "-",
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A file with the value; - is standard input.")] = "-",
     json: options.Json = False,
 ) -> None:
-    """Keep a secret. The value comes from a file or from standard input, never from the command line.
+    """Set a secret. The value is read from a file or standard input, never from the command line.
 
     \b
     carrel secret set conversation-42 API_KEY < key.txt
@@ -57,7 +61,7 @@ def put(
     if json:
         print_json(kept)
         return
-    note(f"{kept.name} is kept, version {kept.version}: /run/secrets/{kept.name}")
+    note(f"set {kept.name}, version {kept.version}: /run/secrets/{kept.name}")
 
 
 @app.command("ls")
@@ -80,7 +84,7 @@ def ls(owner: Owner, template: OfTemplate = False, json: options.Json = False) -
 
 @app.command("rm")
 def remove(owner: Owner, name: Name, template: OfTemplate = False, json: options.Json = False) -> None:
-    """Forget a secret. A running sandbox loses it at once.
+    """Delete a secret, also from running sandboxes.
 
     \b
     carrel secret rm conversation-42 API_KEY
@@ -94,15 +98,15 @@ def remove(owner: Owner, name: Name, template: OfTemplate = False, json: options
 @app.command("rekey")
 def rekey(
     *,
-    old_key: Annotated[Path | None, typer.Option(help="A file with a key that sealed secrets, if not in use.")] = None,
-    new_key: Annotated[Path | None, typer.Option(help="A file with the new key; else one is made.")] = None,
+    old_key: Annotated[Path | None, typer.Option(help="A file with an older key that some secrets need.")] = None,
+    new_key: Annotated[Path | None, typer.Option(help="A file with the new key. Default: a new key is made.")] = None,
     data_dir: Annotated[Path | None, typer.Option(help="The data directory of the server.")] = None,
     config: Annotated[Path | None, typer.Option(help="A settings file.", show_default="carrel.toml")] = None,
     json: options.Json = False,
 ) -> None:
-    """Change the key that seals the secrets. Stop every server on the database first.
+    """Encrypt all secrets with a new key. Stop every server on the database first.
 
-    It may be interrupted: run it again, and it goes on where it was. A server starts when it is done.
+    If it is interrupted, run it again: it continues. A server starts only when it has finished.
 
     \b
     carrel secret rekey
@@ -120,11 +124,11 @@ def rekey(
     if json:
         print_json(asdict(done))
     else:
-        print(f"sealed again: {done.secrets} secrets, {done.former} former values; the key is in {done.key_file}")
+        print(f"encrypted again: {done.secrets} secrets, {done.former} former values; the key is in {done.key_file}")
     if done.left:
-        note(f"{done.left} values were left: no key at hand opens them; give it with --old-key, or put them again")
+        note(f"{done.left} values need a key that was not given: give it with --old-key, or set the secrets again")
     if loaded.secret_key is not None:
-        note(f"now set CARREL_SECRET_KEY (secret_key) of every server to what {done.key_file} holds, then start them")
+        note(f"now set CARREL_SECRET_KEY (secret_key) of every server to the key in {done.key_file}, then start them")
     else:
         note(f"other servers on the database need the same {done.key_file}")
 

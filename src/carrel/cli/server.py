@@ -1,4 +1,4 @@
-"""`serve`, `doctor` and `version`: starts the server, and tells what this host can do and which carrel this is."""
+"""`serve`, `doctor` and `version`: start the server, check this host, print the version."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def serve(
     *,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default="127.0.0.1")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 picks a free one.", show_default="7070")] = None,
-    data_dir: Annotated[Path | None, typer.Option(help="Where workspaces, records and the token are kept.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="The directory for workspaces, records and tokens.")] = None,
     config: Annotated[Path | None, typer.Option(help="A settings file.", show_default="carrel.toml")] = None,
     provider: Annotated[str | None, typer.Option(help="Default provider of sandboxes.", show_default="auto")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
@@ -31,9 +31,9 @@ def serve(
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable.")
     ] = None,
 ) -> None:
-    """Start the server. It prints its address, where the token is kept and a first command to try.
+    """Start the server. It prints its address, the file with the token, and a first command to try.
 
-    The token itself is shown once, by the start that makes it, and only at a terminal.
+    The token itself is printed once, when it is made, and only at a terminal.
 
     \b
     carrel serve
@@ -58,10 +58,10 @@ def serve(
 
 
 def doctor(
-    server: Annotated[bool, typer.Option("--server", help="Ask the running server about its host instead.")] = False,
+    server: Annotated[bool, typer.Option("--server", help="Check the host of the running server instead.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Explain what isolation this host offers, what is missing and how to get it. Needs no server.
+    """Check which isolation this host offers, what is missing and how to get it. Needs no server.
 
     Exits with 1 when no isolating provider is available.
 
@@ -97,13 +97,13 @@ def _show(report: HostReport) -> None:
     for provider in sorted(report.providers, key=lambda each: -each.isolation_level):
         state = coloured("available", "green") if provider.available else coloured("not available", "red")
         name = coloured(f"{provider.name} UNSAFE", "bold red") if provider.unsafe else provider.name
-        told = provider.reason or ", ".join(provider.capabilities)
-        rows.append([name, str(provider.isolation_level), state, told])
+        details = provider.reason or ", ".join(provider.capabilities)
+        rows.append([name, str(provider.isolation_level), state, details])
     print_table(["PROVIDER", "ISOLATION", "STATUS", "CAN ENFORCE, OR LACKS"], rows, wrap=True)
 
 
 def version(json: options.Json = False) -> None:
-    """Show the version.
+    """Print the version.
 
     \b
     carrel version

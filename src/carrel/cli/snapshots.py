@@ -1,4 +1,4 @@
-"""Snapshots on the command line: take, list, restore, fork, compare, download."""
+"""Snapshots: take, list, restore, fork, compare, download."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Context = options.Context
 
 
 def snapshot(context: Context, json: options.Json = False) -> None:
-    """Take a snapshot of a workspace; what runs in it goes on.
+    """Take a snapshot of a workspace. Running commands go on.
 
     \b
     carrel snapshot conversation-42
@@ -27,7 +27,7 @@ def snapshot(context: Context, json: options.Json = False) -> None:
     if json:
         print_json(made)
     else:
-        # A volume that only marks the moment has counted nothing.
+        # Volumes that take snapshots in the file system count nothing.
         files = [] if made.files is None else [f"{made.files} files"]
         new = [] if made.new_bytes is None else [f"{size(made.new_bytes)} new"]
         typer.echo(f"{made.id}  {', '.join([*files, size(made.bytes or 0), *new])}")
@@ -63,7 +63,7 @@ def restore(
     snapshot_id: Annotated[str, typer.Argument(metavar="SNAPSHOT", help="See `carrel snapshots`.")],
     json: options.Json = False,
 ) -> None:
-    """Give a workspace the files of a snapshot. What runs in it is ended.
+    """Replace the files of a workspace by those of a snapshot. Running commands are killed.
 
     \b
     carrel restore conversation-42 snap-0123456789abcdef
@@ -78,12 +78,14 @@ def restore(
 
 def fork(
     context: Context,
-    new_context: Annotated[str, typer.Argument(metavar="NEW", help="The context to make.")],
-    snapshot_id: Annotated[str | None, typer.Option("--snapshot", help="Start from this one instead of now.")] = None,
-    no_secrets: Annotated[bool, typer.Option("--no-secrets", help="Leave the secrets out.")] = False,
+    new_context: Annotated[str, typer.Argument(metavar="NEW", help="The id of the new context.")],
+    snapshot_id: Annotated[
+        str | None, typer.Option("--snapshot", help="Use the files of this snapshot. Default: the files of now.")
+    ] = None,
+    no_secrets: Annotated[bool, typer.Option("--no-secrets", help="Do not copy the secrets.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Make a new context with the same files, settings and secrets.
+    """Create a new context with the same files, settings and secrets.
 
     \b
     carrel fork conversation-42 conversation-43
@@ -122,7 +124,7 @@ def download(
     context: Context,
     snapshot_id: Annotated[str, typer.Argument(metavar="SNAPSHOT", help="See `carrel snapshots`.")],
     output: Annotated[
-        str | None, typer.Option("--output", "-o", metavar="FILE", help="Default SNAPSHOT.tar; - for stdout.")
+        str | None, typer.Option("--output", "-o", metavar="FILE", help="Default: SNAPSHOT.tar; - is standard output.")
     ] = None,
     json: options.Json = False,
 ) -> None:
@@ -133,9 +135,9 @@ def download(
     carrel download conversation-42 snap-0123456789abcdef -o - | tar -tv
     """
     if output == "-" and json:
-        raise typer.BadParameter("standard output has the archive already", param_hint="--json")
+        raise typer.BadParameter("standard output is used for the archive", param_hint="--json")
     if output == "-" and sys.stdout.isatty():
-        raise typer.BadParameter("a tar archive is nothing for a terminal", param_hint="--output")
+        raise typer.BadParameter("a tar archive cannot be shown on a terminal", param_hint="--output")
     name = output or f"{snapshot_id}.tar"
     with attached(context) as box:
         if name == "-":

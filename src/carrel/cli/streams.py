@@ -1,4 +1,4 @@
-"""Carries bytes between a command in a sandbox and this process's own descriptors, live and unchanged."""
+"""Connects the standard streams of this process to a command in a sandbox: bytes pass live and unchanged."""
 
 from __future__ import annotations
 
@@ -22,17 +22,14 @@ if TYPE_CHECKING:
 
 
 def write_out(stream: str, data: bytes) -> None:
-    """Write to the descriptor of that name at once."""
+    """Write to `stdout` or `stderr` and flush."""
     target = sys.stderr.buffer if stream == "stderr" else sys.stdout.buffer
     target.write(data)
     target.flush()
 
 
 async def standard_input() -> AsyncIterator[bytes]:
-    """What arrives at standard input.
-
-    A daemon thread reads, so that an input nobody closes cannot hold up the end.
-    """
+    """Yield standard input as it arrives. A daemon thread reads, so an input that stays open does not block exit."""
     loop = asyncio.get_running_loop()
     arrived: asyncio.Queue[bytes] = asyncio.Queue()
     room = threading.Semaphore(4)
@@ -56,7 +53,7 @@ async def standard_input() -> AsyncIterator[bytes]:
         yield data
 
 
-async def attended(
+async def run_attached(
     box: AsyncSandbox | LocalSandbox,
     command: str | list[str],
     *,
@@ -67,19 +64,19 @@ async def attended(
     tty: bool = False,
     json: bool = False,
 ) -> int:
-    """Run a command with this process's input and output as its own; gives the exit code.
+    """Run a command with the standard streams of this process; return its exit code.
 
-    With `tty` the command has a terminal, and every key goes to it. Input that is no terminal is passed on in any case,
-    one that is a terminal with `interactive`.
+    With `tty` the command has a terminal and receives every key. Piped input is always passed on, input from a
+    terminal only with `interactive`.
     """
     from carrel.models import MAX_OUTPUT_BYTES
 
     if tty and json:
-        raise InvalidRequest("what is on a terminal cannot be JSON", field="--json", hint="leave out -t or --json")
+        raise InvalidRequest("--json and -t exclude each other", field="--json", hint="leave out one of them")
     at_terminal = not sys.stdin.closed and sys.stdin.isatty()
     if tty and not at_terminal:
         raise InvalidRequest(
-            "a terminal was asked for, but standard input is none", field="--tty", hint="leave out -t (--tty)"
+            "-t needs a terminal, but standard input is not one", field="--tty", hint="leave out -t (--tty)"
         )
     rows, columns = terminal_size()
     fed = interactive or tty or (not sys.stdin.closed and not at_terminal)
@@ -93,15 +90,15 @@ async def attended(
         terminal=(rows, columns) if tty else None,
     )
     if not tty:
-        return await followed(handle, fed=fed, json=json)
+        return await follow(handle, fed=fed, json=json)
     with raw_mode(), following_size(handle.resize):
-        return await followed(handle, fed=True)
+        return await follow(handle, fed=True)
 
 
-async def followed(handle: AsyncCommand | LocalCommand, *, fed: bool = False, json: bool = False) -> int:
-    """Show the output of a command until it ends, pass on the input and Ctrl-C; gives the exit code.
+async def follow(handle: AsyncCommand | LocalCommand, *, fed: bool = False, json: bool = False) -> int:
+    """Print the output of a command until it ends, pass on input and Ctrl-C; return its exit code.
 
-    With `json` one object is shown at the end: the output and how the command ended.
+    With `json` one object with output and exit status is printed at the end.
     """
     written = {"stdout": bytearray(), "stderr": bytearray()}
     feeding = asyncio.ensure_future(_feed(handle)) if fed else None
@@ -133,7 +130,7 @@ async def followed(handle: AsyncCommand | LocalCommand, *, fed: bool = False, js
 
 @contextlib.contextmanager
 def _interrupting(handle: AsyncCommand | LocalCommand) -> Iterator[None]:
-    """Ctrl-C interrupts the command, as if it ran here; the second one kills it, the third ends this process."""
+    """Let the first Ctrl-C interrupt the command, the second kill it, the third end this process."""
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     pressed = 0
@@ -172,7 +169,7 @@ def _interrupting(handle: AsyncCommand | LocalCommand) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raw_mode() -> Iterator[None]:
-    """Every key goes to the sandbox, Ctrl-C too; the terminal is as before afterwards, whatever happens."""
+    """Send every key to the sandbox, Ctrl-C included. The terminal is restored afterwards in any case."""
     if not sys.stdin.isatty():
         yield
         return
@@ -182,7 +179,7 @@ def raw_mode() -> Iterator[None]:
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
-        # Keys typed ahead are for the shell: they are kept.
+        # TCSADRAIN keeps keys that were typed ahead: they are for the shell.
         tty.setraw(descriptor, termios.TCSADRAIN)
         yield
     finally:
@@ -190,7 +187,7 @@ def raw_mode() -> Iterator[None]:
 
 
 def terminal_size() -> tuple[int, int]:
-    """The rows and columns of the terminal here. It is asked itself first: `LINES` and `COLUMNS` may be old."""
+    """Return rows and columns of this terminal. The device is asked first: `LINES` and `COLUMNS` may be outdated."""
     try:
         columns, rows = os.get_terminal_size(sys.stdout.fileno())
     except (OSError, ValueError):
@@ -200,7 +197,7 @@ def terminal_size() -> tuple[int, int]:
 
 @contextlib.contextmanager
 def following_size(resize: Callable[[int, int], Awaitable[None]]) -> Iterator[None]:
-    """Call `resize` with rows and columns when the terminal here gets another size."""
+    """Call `resize` with rows and columns whenever this terminal is resized."""
     if not sys.stdout.isatty():
         yield
         return
@@ -234,11 +231,11 @@ async def _feed(handle: AsyncCommand | LocalCommand) -> None:
 
 
 def exit_code(info: CommandInfo) -> int:
-    """The exit code a shell would show; 124 at a deadline. What a program cannot tell is said on stderr."""
+    """Return the exit code that a shell would show, 124 on a timeout. Limits that were hit are noted on stderr."""
     if info.dropped_bytes:
         note(f"carrel: {info.dropped_bytes} bytes of output were over the limit and dropped")
     if info.timed_out:
-        note("carrel: the deadline was reached and everything the command started was killed")
+        note("carrel: the command timed out and was killed with everything it started")
         return TIMED_OUT
     if info.oom_killed:
         note("carrel: a process was killed because the sandbox was out of memory")
@@ -248,7 +245,7 @@ def exit_code(info: CommandInfo) -> int:
 
 
 def signal_number(name: str | None) -> int:
-    """The number of a signal named `SIGTERM`, `TERM` or `15`; 0 when it is unknown."""
+    """Return the number of a signal named `SIGTERM`, `TERM` or `15`; 0 if it is unknown."""
     text = (name or "").upper()
     if text.isdecimal():
         return int(text) if int(text) < 128 else 0

@@ -1,4 +1,4 @@
-"""`templates`: which recipes the server has."""
+"""`templates`: lists the templates of the server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def templates(json: options.Json = False) -> None:
-    """List the templates of the server; `carrel run --template NAME` takes one.
+    """List the templates of the server. `carrel run --template NAME` uses one.
 
     \b
     carrel templates
@@ -27,9 +27,9 @@ def templates(json: options.Json = False) -> None:
     for each in found:
         policy = " ".join(name for name, there in (("settings", each.settings), ("sources", each.sources)) if there)
         limits = " ".join(f"{name}={value:g}" for name, value in each.limits.model_dump(exclude_none=True).items())
-        told: str | Text = each.description if each.error is None else coloured(each.error, "red")
+        about: str | Text = each.description if each.error is None else coloured(each.error, "red")
         network = "-" if each.network is None else each.network.value
         packages = f"{len(each.packages)} {'ready' if each.built else 'on first use'}" if each.packages else "-"
-        rows.append([each.name, each.provider or "-", network, limits or "-", policy or "-", packages, told])
+        rows.append([each.name, each.provider or "-", network, limits or "-", policy or "-", packages, about])
     if rows:
-        print_table(["NAME", "PROVIDER", "NETWORK", "LIMITS", "POLICY", "PACKAGES", "WHAT FOR"], rows)
+        print_table(["NAME", "PROVIDER", "NETWORK", "LIMITS", "POLICY", "PACKAGES", "DESCRIPTION"], rows)

@@ -1,4 +1,4 @@
-"""`token`: make, list and revoke tokens."""
+"""`token`: create, list and revoke API tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from carrel.models import TokenInfo
 
-app = typer.Typer(help="Tokens: who may do what, and where.", no_args_is_help=True)
+app = typer.Typer(help="API tokens: who may do what, and in which contexts.", no_args_is_help=True)
 
 _UNITS = {"m": 60, "h": 3600, "d": 86_400}
 _COLOURS = {"good": "green", "expired": "bright_black", "revoked": "red"}
@@ -26,19 +26,22 @@ _COLOURS = {"good": "green", "expired": "bright_black", "revoked": "red"}
 
 @app.command("create")
 def create(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Who it is for; what they do is recorded under it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of its owner, as the audit log records it.")],
     kind: Annotated[str, typer.Option(help="person, agent or service.")],
     scope: Annotated[list[str], typer.Option(help="read, operate, approve or administer; repeatable.")],
     namespace: Annotated[
-        str | None, typer.Option(help="Only contexts of this namespace: what their ids have before the first colon.")
+        str | None,
+        typer.Option(help="Only contexts of this namespace, which is the part of an id before the first colon."),
     ] = None,
     context: Annotated[
         list[str] | None, typer.Option(help="Only this context; repeatable.", autocompletion=options.contexts)
     ] = None,
-    expires: Annotated[str | None, typer.Option(metavar="TIME", help="12h, 30d; by default it has no end.")] = None,
+    expires: Annotated[
+        str | None, typer.Option(metavar="TIME", help="How long it is valid, such as 12h or 30d. Default: for ever.")
+    ] = None,
     json: options.Json = False,
 ) -> None:
-    """Make a token. It is shown this once: put it where its owner finds it, as CARREL_TOKEN.
+    """Create a token and print it. It cannot be printed again. Its owner uses it as CARREL_TOKEN.
 
     \b
     carrel token create coder --kind agent --scope operate --namespace team --expires 30d
@@ -52,15 +55,15 @@ def create(
         print_json(made)
         return
     print(made.token)
-    note(f"{made.id} for {made.kind}:{made.name}; it is not shown again")
+    note(f"{made.id} for {made.kind}:{made.name}; it cannot be printed again")
 
 
 @app.command("ls")
 def ls(
-    every: Annotated[bool, typer.Option("--all", "-a", help="Also those that were revoked or have expired.")] = False,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Also revoked and expired tokens.")] = False,
     json: options.Json = False,
 ) -> None:
-    """List tokens, newest first: everything about them but themselves.
+    """List tokens, newest first, without their secret values.
 
     \b
     carrel token ls
@@ -75,10 +78,10 @@ def ls(
 
 @app.command("revoke")
 def revoke(
-    ids: Annotated[list[str], typer.Argument(metavar="ID", help="Ids that `carrel token ls` shows.")],
+    ids: Annotated[list[str], typer.Argument(metavar="ID", help="Ids from `carrel token ls`.")],
     json: options.Json = False,
 ) -> None:
-    """Make tokens worthless: at once on this server, within seconds on others.
+    """Revoke tokens: at once on this server, within seconds on others.
 
     \b
     carrel token revoke tok-1f2e3d4c5b6a7988
@@ -120,5 +123,5 @@ def _duration(text: str | None) -> timedelta | None:
         return None
     found = re.fullmatch(r"(\d{1,6})([mhd])", text.strip())
     if found is None or not int(found[1]):
-        raise typer.BadParameter(f"'{text}' is no duration such as 12h or 30d", param_hint="--expires")
+        raise typer.BadParameter(f"'{text}' is not a duration such as 12h or 30d", param_hint="--expires")
     return timedelta(seconds=int(found[1]) * _UNITS[found[2]])

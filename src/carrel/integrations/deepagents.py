@@ -1,7 +1,7 @@
-"""A workspace of carrel as the sandbox backend of deepagents: commands and files, governed as every operation is.
+"""A carrel workspace as the sandbox backend of deepagents: governed commands and files.
 
-Files of the workspace go through carrel's file operations, so file rules decide them. What deepagents does beyond that
-(search, and paths outside the workspace) it does with commands of its own, which shell rules decide.
+Files of the workspace use carrel's file operations, so file rules decide on them. For the rest (search, and paths
+outside the workspace) deepagents runs commands, on which shell rules decide.
 """
 
 from __future__ import annotations
@@ -60,11 +60,13 @@ T = TypeVar("T")
 
 
 class CarrelBackend(BaseSandbox):
-    """A backend for `create_deep_agent(backend=…)`.
+    """A backend for deepagents.
 
-    The workspace is that of the run (`context=Workspace(…)`, with `context_schema=Workspace`), or else the given one.
-    In a graph that runs asynchronously an operation that needs a person interrupts it. The blocking methods do not:
-    they tell the model what waits.
+        agent = create_deep_agent(backend=CarrelBackend(), context_schema=Workspace)
+        await agent.ainvoke(given, config, context=Workspace(client))
+
+    The workspace is that of the run, or else the given one. An operation that needs approval interrupts a graph that
+    runs asynchronously. The blocking methods do not interrupt: they tell the model that approval is needed.
     """
 
     def __init__(self, workspace: Workspace | None = None):
@@ -73,13 +75,13 @@ class CarrelBackend(BaseSandbox):
 
     @property
     def id(self) -> str:
-        """The context, where one is fixed."""
+        """The context, if it is fixed."""
         return (self._workspace and self._workspace.context_id) or "carrel"
 
     # commands
 
     async def aexecute(self, command: str, *, timeout: int | None = None) -> ExecuteResponse:
-        """Run a command for `/bin/sh`. A refusal is told as its output."""
+        """Run a command with `/bin/sh`. A refusal is returned as its output."""
 
         async def act(attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             async def start() -> AsyncCommand:
@@ -107,7 +109,7 @@ class CarrelBackend(BaseSandbox):
     # files
 
     async def als(self, path: str) -> LsResult:
-        """The entries of a directory."""
+        """List a directory."""
 
         async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             found = await box.files.list(path, limit=MOST_ENTRIES)
@@ -131,7 +133,7 @@ class CarrelBackend(BaseSandbox):
         return LsResult(entries=entries)
 
     async def aread(self, file_path: str, offset: int = 0, limit: int = 2000) -> ReadResult:
-        """Some lines of a text, or all of a small file that is no text."""
+        """Read lines of a text file, or all of a small binary file."""
 
         async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             data = await box.files.read(file_path, length=MOST_FILE + 1)
@@ -149,7 +151,7 @@ class CarrelBackend(BaseSandbox):
         return ReadResult(file_data=data, **shown)
 
     async def awrite(self, file_path: str, content: str) -> WriteResult:
-        """Make a file or replace it."""
+        """Create or replace a file."""
 
         async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             await box.files.write(file_path, content)
@@ -163,7 +165,7 @@ class CarrelBackend(BaseSandbox):
         return WriteResult(path=file_path)
 
     async def aedit(self, file_path: str, old_string: str, new_string: str, replace_all: bool = False) -> EditResult:
-        """Replace a text; also where the file ends its lines in the other way."""
+        """Replace a text. The file may have other line endings than `old_string`."""
         if not old_string:
             return EditResult(error="Error: old_string is empty")
 
@@ -181,7 +183,7 @@ class CarrelBackend(BaseSandbox):
         return EditResult(path=file_path, occurrences=replaced)
 
     async def adelete(self, file_path: str) -> DeleteResult:
-        """Remove a file, or a directory with all that is in it."""
+        """Delete a file, or a directory with its content."""
 
         async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             await box.files.delete(file_path, recursive=True)
@@ -197,11 +199,11 @@ class CarrelBackend(BaseSandbox):
         return DeleteResult(path=file_path)
 
     async def aupload_files(self, files: list[tuple[str, bytes]]) -> list[FileUploadResponse]:
-        """Write files as they are given; each has its own error."""
+        """Write files; each result has its own error."""
         return [FileUploadResponse(path=path, error=await self._upload(path, data)) for path, data in files]
 
     async def adownload_files(self, paths: list[str]) -> list[FileDownloadResponse]:
-        """Read whole files; each has its own error."""
+        """Read whole files; each result has its own error."""
         return [await self._download(path) for path in paths]
 
     async def _upload(self, path: str, data: bytes) -> str | None:
@@ -231,7 +233,7 @@ class CarrelBackend(BaseSandbox):
     async def _download(self, path: str) -> FileDownloadResponse:
         if not path.startswith("/"):
             return FileDownloadResponse(path=path, error="invalid_path")
-        # It changes nothing, and what it gives may be large: so it is no task of the graph, and asks nobody.
+        # A download changes nothing and may be large, so it is not a task in the checkpoint and does not interrupt.
         call = self._call("download", {"path": path}, path, _nothing)
         box = await call.workspace.sandbox(call.context_id)
         try:
@@ -266,7 +268,7 @@ class CarrelBackend(BaseSandbox):
             return refused(needed)
 
     async def _do_here(self, name: str, path: str, arguments: Mapping[str, object], act: Act) -> ToolReply | None:
-        """Do it in the workspace; None when the path is outside of it."""
+        """Run an operation in the workspace; None when the path is outside of it."""
         said = await self._do(name, {"path": path, **arguments}, f"{name} {path}", act)
         outside = said["error"] and said["artifact"].get("code") == InvalidPath.code and path.startswith("/")
         return None if outside else said
@@ -306,7 +308,7 @@ class CarrelBackend(BaseSandbox):
         return self._blocking(lambda other: other.adownload_files(paths))
 
     def _blocking(self, work: Callable[[CarrelBackend], Coroutine[Any, Any, T]]) -> T:
-        """Work on an event loop and a connection of its own: connections belong to the loop that made them."""
+        """Run with an event loop and a client of its own, because connections belong to the loop that made them."""
         call = self._call("", {}, "", _nothing)
 
         async def alone() -> T:
@@ -323,7 +325,7 @@ async def _nothing(_attempt: Attempt, _box: AsyncSandbox) -> ToolReply:
 
 
 async def _downloaded(box: AsyncSandbox, path: str) -> FileDownloadResponse:
-    """A file outside the workspace."""
+    """Download a file outside the workspace."""
     quoted = shlex.quote(path)
     result = await box.commands.run(
         f"test -e {quoted} || exit {_MISSING}; test -d {quoted} && exit {_DIRECTORY}; base64 -w0 {quoted}",
@@ -336,7 +338,7 @@ async def _downloaded(box: AsyncSandbox, path: str) -> FileDownloadResponse:
 
 
 async def _edited(box: AsyncSandbox, path: str, old: str, new: str, *, replace_all: bool, id: str) -> int:
-    """Edit a file, whose lines may end otherwise than the model saw."""
+    """Edit a file, also when its line endings differ from those the model used."""
     plain = (old.replace("\r\n", "\n"), new.replace("\r\n", "\n"))
     forms = dict.fromkeys([(old, new), (plain[0].replace("\n", "\r\n"), plain[1].replace("\n", "\r\n")), plain])
     missing: EditMismatch | None = None
@@ -356,7 +358,7 @@ def _joined(result: CommandResult) -> ToolReply:
     if result.stderr:
         output += ("" if not output or output.endswith("\n") else "\n") + result.stderr
     if result.timed_out:
-        output += "\n[ended at its deadline]"
+        output += "\n[timed out and killed]"
     artifact: dict[str, object] = {
         "exit_code": result.exit_code,
         "timed_out": result.timed_out,
@@ -366,7 +368,7 @@ def _joined(result: CommandResult) -> ToolReply:
 
 
 def _window(data: bytes, offset: int, limit: int) -> dict[str, object]:
-    """What is shown of a file: lines from `offset` on, with where they are; or all of it in base64."""
+    """Return the lines of a text file from `offset`, with their position, or a binary file in base64."""
     if len(data) > MOST_FILE:
         return {"error": f"File exceeds {MOST_FILE} bytes; use a command to see some of it"}
     if not data:

@@ -10,7 +10,8 @@ from tests.support.a2a_ground import Ground
 
 from carrel.client import AsyncSandbox
 from carrel.integrations.a2a import artifacts
-from carrel.integrations.a2a.artifacts import MOST_BYTES, MOST_FILES, OutputFiles, changed, harmless, listing, marks
+from carrel.integrations.a2a.artifacts import MOST_BYTES, MOST_FILES, OutputFiles, changed, listing, marks
+from carrel.integrations.text import printable
 
 
 @pytest.fixture
@@ -90,5 +91,5 @@ async def test_files_that_may_not_be_seen_are_not_given(ground: Ground) -> None:
 
 @given(st.text(alphabet=st.characters(), max_size=50))
 def test_every_name_is_made_harmless(name: str) -> None:
-    assert harmless(name).encode() or not name
-    assert harmless(name).isprintable()
+    assert printable(name).encode() or not name
+    assert printable(name).isprintable()

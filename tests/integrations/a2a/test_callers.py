@@ -7,7 +7,7 @@ from a2a.server.context import ServerCallContext
 from tests.support.a2a_ground import Ground
 
 from carrel.errors import ServerUnreachable, Unauthorized
-from carrel.integrations.a2a.callers import MOST_IDLE, TRUSTED_S, A2aCaller, Callers, caller_of
+from carrel.integrations.a2a.callers import MAX_CLIENTS, TRUSTED_S, A2aCaller, Callers, caller_of
 
 
 async def test_a_token_is_taken_and_its_caller_does_what_it_may(ground: Ground) -> None:
@@ -58,12 +58,12 @@ async def test_idle_clients_are_closed_in_the_end(ground: Ground) -> None:
     callers = Callers(ground.url)
     kept = A2aCaller("carrel_kept", "kept")
     async with callers.client(kept) as client:
-        for number in range(MOST_IDLE + 10):
+        for number in range(MAX_CLIENTS + 10):
             async with callers.client(A2aCaller(f"carrel_{number}", "others")):
                 pass
         async with callers.client(kept) as again:
             assert again is client
-    assert len(callers._held) == MOST_IDLE
+    assert len(callers._clients) == MAX_CLIENTS
     await callers.close()
 
 

@@ -18,7 +18,8 @@ from tests.support.a2a_ground import Ground, Process, answer, caller, state, unt
 
 from carrel.connections import MAX_HEAD
 from carrel.errors import InvalidRequest, PlatformError
-from carrel.integrations.a2a.server import AgentSettings, read_token, running
+from carrel.integrations.a2a.server import AgentSettings, running
+from carrel.integrations.http import read_token_file
 
 
 @pytest.mark.parametrize("binding", [TransportProtocol.JSONRPC, TransportProtocol.HTTP_JSON])
@@ -99,13 +100,13 @@ async def test_an_address_that_is_taken(ground: Ground) -> None:
 
 def test_the_approvers_token_is_read_and_not_shown(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("carrel_secret\n")
-    settings = AgentSettings("http://x", "db", approver_token=read_token(tmp_path / "token"))
+    settings = AgentSettings("http://x", "db", approver_token=read_token_file(tmp_path / "token"))
     assert settings.approver_token == "carrel_secret"
     assert "carrel_secret" not in repr(settings)
     (tmp_path / "odd").write_text("two words")
     for name in ("odd", "missing"):
         with pytest.raises(InvalidRequest):
-            read_token(tmp_path / name)
+            read_token_file(tmp_path / name)
 
 
 def test_the_example_runs(ground: Ground, server: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from carrel.errors import Denied, ServerUnreachable
 from carrel.integrations.a2a import shown
 from carrel.integrations.langgraph import PendingApproval
-from carrel.integrations.langgraph.approvals import one_line
+from carrel.integrations.text import one_line
 
 anything = st.text(alphabet=st.characters(), max_size=300)
 

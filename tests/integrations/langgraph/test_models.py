@@ -17,7 +17,7 @@ def test_the_shell_makes_a_command_of_what_is_said_and_an_answer_of_what_it_prin
     assert (call["name"], call["args"]) == ("run_command", {"command": "ls -l"})
     told = model.invoke([HumanMessage("ls"), asked, ToolMessage("a\nb", tool_call_id=call["id"])])
     assert (told.text, told.tool_calls) == ("a\nb", [])
-    assert "Say a command" in model.invoke([HumanMessage(" ")]).text
+    assert "Send a command" in model.invoke([HumanMessage(" ")]).text
 
 
 def test_each_call_of_the_shell_is_another_one() -> None:

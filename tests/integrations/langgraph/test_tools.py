@@ -78,7 +78,7 @@ async def test_commands_and_python_tell_how_they_ended(ground: Ground) -> None:
     )
     texts = [message.text for message in messages]
     assert texts[0] == "out\n[standard error]\nerr\n[exit code 3]" and messages[0].artifact["exit_code"] == 3
-    assert texts[1] == "[ended at its deadline]"
+    assert texts[1] == "[timed out and killed]"
     assert texts[2].startswith("1\n2\n") and texts[2].endswith("\n20000") and "characters left out" in texts[2]
     assert texts[3].splitlines()[1:] == ["rule: shell(curl:*)", "do not try the same again"]
     refusal = messages[3].artifact
@@ -124,8 +124,8 @@ def test_a_long_text_keeps_its_beginning_and_its_end(text: str, most: int) -> No
     "ending, words",
     [
         ({"exit_code": 0}, "(no output)"),
-        ({"exit_code": None, "signal": "SIGTERM"}, "[ended by SIGTERM]"),
-        ({"exit_code": None, "signal": "SIGKILL", "oom_killed": True}, "[ended: out of memory]"),
+        ({"exit_code": None, "signal": "SIGTERM"}, "[killed by SIGTERM]"),
+        ({"exit_code": None, "signal": "SIGKILL", "oom_killed": True}, "[killed: out of memory]"),
         ({"exit_code": 0, "dropped_bytes": 5, "truncated": True}, "[5 more bytes of output were not kept]"),
     ],
 )

@@ -66,7 +66,7 @@ async def test_a_run_that_is_cancelled_for_good_takes_its_command_with_it(ground
     await until(begun)
     await workspace.kill()
     result = await run
-    assert "[ended by SIGKILL]" in result["messages"][-1].text
+    assert "[killed by SIGKILL]" in result["messages"][-1].text
 
 
 async def test_a_run_that_only_stops_goes_on_with_the_same_command(ground: Ground) -> None:

@@ -14,7 +14,8 @@ from carrel.errors import (
     LimitExceeded,
     SandboxLost,
 )
-from carrel.integrations.mcp.answers import Image, ToolAnswer, refusal, refused, shown
+from carrel.integrations.mcp.answers import Image, ToolAnswer, refusal, refused
+from carrel.integrations.text import sendable_text
 
 DENIED = Denied(
     "curl is denied for this agent",
@@ -100,4 +101,4 @@ def test_names_that_are_not_utf8_can_be_sent() -> None:
     odd = b"a\xff.txt".decode("utf-8", "surrogateescape")
     result = ToolAnswer(odd, {"path": odd, odd: [odd]}).result()
     assert json.loads(result.model_dump_json())["content"][0]["text"] == "a\\udcff.txt"
-    assert shown("plain") == "plain" and shown("né") == "né"
+    assert sendable_text("plain") == "plain" and sendable_text("né") == "né"

@@ -48,15 +48,15 @@ async def test_each_token_has_a_client_and_each_context_a_place(ground: Any) -> 
 
 
 async def test_clients_that_nobody_uses_are_let_go(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_CLIENTS", 2)
-    monkeypatch.setattr(module, "MOST_PLACES", 2)
+    monkeypatch.setattr(module, "MAX_CLIENTS", 2)
+    monkeypatch.setattr(module, "MAX_PLACES", 2)
     reach = Clients(ground.url)
     async with reach.place("t0", "c") as used:
         for number in range(1, 6):
             async with reach.place(f"t{number}", "c"):
                 pass
         async with reach.place("t0", "c") as again:
-            assert again is used, "one that is in use stays"
+            assert again.client is used.client, "one that is in use stays"
     async with reach.place("t5", "c") as newest:
         pass
     async with reach.place("t5", "c") as same:
@@ -70,7 +70,7 @@ async def test_clients_that_nobody_uses_are_let_go(ground: Any, monkeypatch: pyt
 async def test_one_that_comes_back_while_others_are_let_go_keeps_its_client(
     ground: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MOST_CLIENTS", 4)
+    monkeypatch.setattr(module, "MAX_CLIENTS", 4)
     reach = Clients(ground.url)
 
     async def ask(token: str, meanwhile: asyncio.Event | None = None) -> None:
@@ -87,10 +87,10 @@ async def test_one_that_comes_back_while_others_are_let_go_keeps_its_client(
     for turns in range(20):
         leave, stay = asyncio.Event(), asyncio.Event()
         new = [asyncio.ensure_future(ask(f"{name}{turns}", leave)) for name in "efg"]
-        while len(reach._clients) < 7:
+        while len(reach.pool) < 7:
             await asyncio.sleep(0.001)
         leave.set()
-        known = list(reach._clients)[:4]
+        known = reach.pool.tokens()[:4]
         for _ in range(turns):
             await asyncio.sleep(0)
         back = [asyncio.ensure_future(ask(name, stay)) for name in known]

@@ -11,7 +11,8 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from carrel.client import Client
-from carrel.integrations.mcp.http import FairManager, HttpFront, allowed, application, is_wildcard, url_of
+from carrel.integrations.http import is_wildcard, url_of
+from carrel.integrations.mcp.http import FairManager, HttpFront, allowed, application
 from carrel.integrations.mcp.server import WorkspaceServer
 
 MODES = ["legacy", "auto"]
@@ -82,7 +83,7 @@ async def test_no_token_or_a_wrong_one_is_401(http: httpx.AsyncClient, context: 
         bearer("a b"),
     ):
         answer = await http.post(f"/{context}/mcp", json=HELLO, headers=headers)
-        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, 'Bearer realm="carrel"')
         assert answer.json()["code"] == "unauthorized"
     wrong = await http.post(f"/{context}/mcp", json=HELLO, headers=bearer("carrel_nonesuch"))
     assert wrong.status_code == 401 and "www-authenticate" in wrong.headers

@@ -17,6 +17,7 @@ from a2a.types.a2a_pb2 import Artifact
 
 from carrel.client import AsyncSandbox
 from carrel.errors import CarrelError, Denied, FileMissing, InvalidPath, NotFound, TooLarge
+from carrel.integrations.text import printable
 from carrel.models import FileInfo, FileKind
 
 log = logging.getLogger("carrel.a2a")
@@ -55,7 +56,7 @@ async def listing(box: AsyncSandbox) -> tuple[list[FileInfo], bool]:
 
 def marks(files: list[FileInfo]) -> Listing:
     """What tells later whether a file is still the same."""
-    return {harmless(info.path): f"{info.size} {info.modified_at.timestamp():.6f}" for info in files}
+    return {printable(info.path): f"{info.size} {info.modified_at.timestamp():.6f}" for info in files}
 
 
 async def changed(box: AsyncSandbox, before: Listing) -> OutputFiles:
@@ -63,7 +64,7 @@ async def changed(box: AsyncSandbox, before: Listing) -> OutputFiles:
     files, truncated = await listing(box)
     now = marks(files)
     return OutputFiles(
-        [info for info in files if before.get(harmless(info.path)) != now[harmless(info.path)]], truncated
+        [info for info in files if before.get(printable(info.path)) != now[printable(info.path)]], truncated
     )
 
 
@@ -71,17 +72,17 @@ async def artifacts(box: AsyncSandbox, url: str, found: OutputFiles) -> AsyncIte
     """One artifact for each file, as many as are given; the last says how many were not."""
     together = 0
     for info in sorted(found.files, key=lambda info: info.path)[:MOST_FILES]:
-        artifact = Artifact(artifact_id=_id(info.path), name=harmless(info.path))
-        artifact.metadata.update({"path": harmless(info.path), "bytes": info.size})
+        artifact = Artifact(artifact_id=_id(info.path), name=printable(info.path))
+        artifact.metadata.update({"path": printable(info.path), "bytes": info.size})
         data = None
         if info.size <= MOST_BYTES and together + info.size <= MOST_TOGETHER:
             try:
                 data = await _read(box, info.path)
             except CarrelError as error:  # it went away, or may be listed and not read
-                artifact.parts.append(new_text_part(f"{harmless(info.path)} cannot be read: {error.detail}"))
+                artifact.parts.append(new_text_part(f"{printable(info.path)} cannot be read: {error.detail}"))
                 yield artifact
                 continue
-        name, kind = harmless(info.path).rpartition("/")[2], _kind(info.path)
+        name, kind = printable(info.path).rpartition("/")[2], _kind(info.path)
         if data is not None:
             together += len(data)
             artifact.parts.append(new_raw_part(data, media_type=kind, filename=name))
@@ -101,18 +102,12 @@ async def _read(box: AsyncSandbox, path: str) -> bytes | None:
     return data if len(data) <= MOST_BYTES else None
 
 
-def harmless(path: str) -> str:
-    """A name of the sandbox that every protocol can carry and every terminal can show."""
-    text = path.encode("utf-8", "backslashreplace").decode("utf-8")
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
-
-
 def _id(path: str) -> str:
     return "file-" + hashlib.sha256(path.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
 def _kind(path: str) -> str:
-    return mimetypes.guess_type(harmless(path))[0] or "application/octet-stream"
+    return mimetypes.guess_type(printable(path))[0] or "application/octet-stream"
 
 
 def _address(box: AsyncSandbox, url: str, path: str) -> str:

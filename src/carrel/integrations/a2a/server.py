@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 
 import uvicorn
 from a2a.server.routes import create_agent_card_routes, create_jsonrpc_routes, create_rest_routes
@@ -26,8 +25,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from carrel.client import AsyncClient
-from carrel.connections import Connections, connections_allowed, http_protocol
-from carrel.errors import InvalidRequest, PlatformError
 from carrel.integrations.a2a.background import Background
 from carrel.integrations.a2a.callers import Callers
 from carrel.integrations.a2a.card import REST_PATH, RPC_PATH, agent_card
@@ -41,6 +38,7 @@ from carrel.integrations.a2a.push import Destinations, Push
 from carrel.integrations.a2a.retention import KEEP_DAYS, Retention
 from carrel.integrations.a2a.runs import TaskRuns
 from carrel.integrations.a2a.tasks import open_tasks
+from carrel.integrations.http import listen, url_of, uvicorn_config
 from carrel.integrations.langgraph import ModelMetrics, build_graph, open_checkpointer, resolve_model
 
 GRACE_S = 5
@@ -106,9 +104,8 @@ async def running(settings: AgentSettings, model: BaseChatModel | None = None) -
     if model is None:
         model = resolve_model(settings.model, base_url=settings.base_url, metrics=metrics)
     async with AsyncExitStack() as stack:
-        listener = stack.enter_context(_bound(settings))
-        host, port = settings.host, int(listener.getsockname()[1])
-        url = (settings.public_url or f"http://{f'[{host}]' if ':' in host else host}:{port}").rstrip("/")
+        listener = stack.enter_context(listen(settings.host, settings.port))
+        url = (settings.public_url or url_of(settings.host, listener.getsockname()[1])).rstrip("/")
         card = agent_card(url, model=settings.model, version=version("carrel"))
         checkpoints = await stack.enter_async_context(open_checkpointer(settings.database))
         async with checkpoints.running(TABLES, wait_s=TABLES_S):  # two that start at once do not make them twice
@@ -145,22 +142,7 @@ async def running(settings: AgentSettings, model: BaseChatModel | None = None) -
 
 @asynccontextmanager
 async def _serving(app: TokenGate, listener: socket.socket) -> AsyncIterator[None]:
-    connections = Connections(connections_allowed())
-    server = _HttpServer(
-        uvicorn.Config(
-            app,
-            http=http_protocol(connections),
-            ws="none",
-            backlog=connections.backlog,
-            loop="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            server_header=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=GRACE_S,
-        )
-    )
+    server = _HttpServer(uvicorn_config(app, grace_s=GRACE_S, loop="none", lifespan="off", log_config=None))
     serving = asyncio.get_running_loop().create_task(server.serve([listener]), name="agent")
     try:
         await server.up.wait()
@@ -168,29 +150,6 @@ async def _serving(app: TokenGate, listener: socket.socket) -> AsyncIterator[Non
     finally:
         server.should_exit = True
         await serving
-
-
-@contextmanager
-def _bound(settings: AgentSettings) -> Iterator[socket.socket]:
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, OverflowError):
-        raise InvalidRequest(f"'{settings.host}' is no address to listen on", field="host") from None
-    with socket.socket(family, kind, proto) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(address)
-        except (OSError, OverflowError) as error:
-            raise PlatformError(
-                f"cannot listen on {settings.host}:{settings.port}: {getattr(error, 'strerror', error)}",
-                field="port",
-                hint="choose another with --port, or 0 for any",
-            ) from None
-        listener.listen(1024)
-        listener.setblocking(False)
-        yield listener
 
 
 async def _healthy(_request: Request) -> Response:
@@ -202,17 +161,6 @@ def _metrics(metrics: ModelMetrics) -> Callable[[Request], Awaitable[Response]]:
         return Response(metrics.render(), media_type="text/plain; version=0.0.4")
 
     return show
-
-
-def read_token(path: Path) -> str:
-    """The token in a file."""
-    try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"cannot read the token in {path}: {error}", field="approver_token_file") from None
-    if not token or len(token) > 512 or any(each.isspace() for each in token):
-        raise InvalidRequest(f"{path} holds no token", field="approver_token_file")
-    return token
 
 
 async def _serve(settings: AgentSettings) -> None:

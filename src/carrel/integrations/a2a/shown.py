@@ -11,7 +11,7 @@ from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 
 from carrel.errors import CarrelError, PlatformError
 from carrel.integrations.langgraph import PendingApproval
-from carrel.integrations.langgraph.approvals import one_line
+from carrel.integrations.text import one_line, sendable_text
 
 LONGEST_ANSWER = 100_000
 LONGEST_STEP = 500
@@ -22,7 +22,7 @@ JSON = "application/json"
 
 def clean(text: str, longest: int = LONGEST_ANSWER) -> str:
     """A text that the protocol can carry; what is cut off is said."""
-    text = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    text = sendable_text(text)
     left = len(text) - longest
     return text if left <= 0 else f"{text[:longest]}\n… {left} more characters"
 

@@ -1,6 +1,6 @@
-"""LangGraph on carrel: tools whose operations policy decides, a ready graph, checkpoints that any process goes on from.
+"""LangGraph on carrel: governed tools, a ready graph, and checkpoints from which any process can continue.
 
-A client of the public API; the model, the graph and its state are in the process that uses this.
+A client of the public API: the model, the graph and its state stay in the process that uses this.
 """
 
 from carrel.extras import using

@@ -1,12 +1,12 @@
-"""What waits for a person, as an interrupt of the graph, and the answer that lets it go on.
+"""Approvals as interrupts of a graph, and the answers that resume it.
 
-An answer decides nothing by itself: carrel's inbox does. It says "look again", or, made here by `answer`, it is carried
-there once for who may decide. Only "deny" needs nobody: what is not to be done is not done.
+An answer does not decide by itself; carrel's list of approvals does. An answer means "look again". One made here by
+`answer` is also sent to carrel, once, with the token of the approver. Only "deny" needs no decision: the operation is
+then not run.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
@@ -15,44 +15,36 @@ from langgraph.types import Command, Interrupt, StateSnapshot
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from carrel.errors import ApprovalNeeded, InvalidRequest
+from carrel.primitives.cache import Cache
 
 Decision = Literal["approve", "deny", "look"]
 
 MOST_GIVEN = 4096
-_given: dict[str, None] = {}
-_SPACES = re.compile(r" {4,}")
-
-
-def one_line(text: str, longest: int = 500) -> str:
-    """An agent's words for a person who decides: without what a terminal would obey, or what hides the rest of them."""
-    line = "".join(c if c.isprintable() else "⏎" if c == "\n" else "�" for c in text.strip())
-    line = _SPACES.sub(lambda found: f" [{len(found[0])} spaces] ", line)
-    left = len(line) - longest
-    return line if left <= 0 else f"{line[:longest]} […] and {left} characters more, which are not shown"
+_given: Cache[str, bool] = Cache(MOST_GIVEN)
 
 
 class PendingApproval(BaseModel):
-    """The value of the interrupt: the operation that waits, and why."""
+    """The value of the interrupt: the operation that waits for approval, and the reason."""
 
     model_config = ConfigDict(extra="ignore")
 
-    approval: str = Field(description="id in carrel's inbox")
+    approval: str = Field(description="id of the approval")
     operation: str = Field(description="shell, file, network, mcp or session")
     tool: str
-    summary: str = Field(description="what is asked for, in one line")
+    summary: str = Field(description="the operation in one line")
     arguments: dict[str, object]
     reason: str
     rule: str | None = None
     hint: str | None = None
     expires_at: str | None = None
     context_id: str
-    problem: str | None = Field(default=None, description="why an earlier answer could not be given to the inbox")
+    problem: str | None = Field(default=None, description="why an earlier answer could not be sent to carrel")
 
     @classmethod
     def of(
         cls, needed: ApprovalNeeded, *, tool: str, summary: str, arguments: Mapping[str, object], context_id: str
     ) -> PendingApproval:
-        """The approval that an operation needs."""
+        """Describe the approval that an operation needs."""
         extra = needed.extra
         return cls(
             approval=needed.approval or "",
@@ -69,34 +61,31 @@ class PendingApproval(BaseModel):
 
 
 class InterruptAnswer(BaseModel):
-    """What a graph is resumed with."""
+    """The value that a graph is resumed with."""
 
     model_config = ConfigDict(extra="ignore")
 
     decision: Decision = "look"
     message: str | None = Field(default=None, max_length=2000)
-    nonce: str | None = Field(default=None, description="of an answer that was given in this process")
+    nonce: str | None = Field(default=None, description="marks an answer that was given in this process")
 
     @classmethod
     def give(cls, decision: Decision, message: str | None) -> InterruptAnswer:
-        """A new answer, given here and now."""
-        given = cls(decision=decision, message=message, nonce=secrets.token_hex(16))
-        if given.nonce is not None:
-            _given[given.nonce] = None
-            while len(_given) > MOST_GIVEN:
-                del _given[next(iter(_given))]
-        return given
+        """Make a new answer that can be taken once in this process."""
+        nonce = secrets.token_hex(16)
+        _given.put(nonce, True)
+        return cls(decision=decision, message=message, nonce=nonce)
 
     def take(self) -> bool:
-        """Whether it was given in this process and not taken before.
+        """Return whether the answer was given in this process and not taken before.
 
-        A graph keeps its answers and hears them again whenever it is resumed, perhaps where another person decides.
+        A graph stores its answers and reads them again whenever it is resumed, perhaps in a process of another person.
         """
-        return self.nonce is not None and _given.pop(self.nonce, self) is None
+        return self.nonce is not None and _given.pop(self.nonce) is True
 
     @classmethod
     def read(cls, value: object) -> InterruptAnswer:
-        """An answer of any form; what cannot be understood only says "look again"."""
+        """Read an answer of any form. An answer that cannot be understood means "look again"."""
         if isinstance(value, str):
             value = {"decision": value}
         try:
@@ -106,14 +95,14 @@ class InterruptAnswer(BaseModel):
 
 
 def pending(source: StateSnapshot | Mapping[str, Any] | None) -> dict[str, PendingApproval]:
-    """What a graph waits for, by the id of the interrupt: of its state, or of the result of a run."""
+    """Return the approvals that a graph waits for, by id of the interrupt, from its state or the result of a run."""
     return {interrupt.id: known for interrupt in _interrupts(source) if (known := _known(interrupt)) is not None}
 
 
 def at_rest(state: StateSnapshot) -> bool:
-    """Whether a thread has nothing more to do; else it goes on with `None`, or with an answer to what it waits for.
+    """Return whether a thread has nothing more to do. If not, run the graph with `None` or with an answer.
 
-    `state.next` does not tell: it is empty too where a step was done and its process killed before that was settled.
+    `state.next` is not enough: it is also empty when a process was killed between a step and its last write.
     """
     return not state.tasks
 
@@ -125,7 +114,11 @@ def answer(
     message: str | None = None,
     approval: str | None = None,
 ) -> Command[Any]:
-    """The input that resumes a graph: for all that waits, or for the one `approval`; the others only look again."""
+    """Return the input that resumes a graph. With `approval` the decision is for that one; the others look again.
+
+    state = await graph.aget_state(config)
+    await graph.ainvoke(answer(state, "approve"), config, context=Workspace(client, approver=approver))
+    """
     waiting = pending(source)
     if not waiting or (approval is not None and all(each.approval != approval for each in waiting.values())):
         raise InvalidRequest(

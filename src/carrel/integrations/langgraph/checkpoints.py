@@ -1,6 +1,6 @@
-"""Where the state of graphs is kept: a SQLite file, or PostgreSQL for several processes on several machines.
+"""Checkpoints of graphs in a SQLite file, or in PostgreSQL for processes on several machines.
 
-The savers are LangGraph's own. Added here: tables that two processes may make at once, and the lock of a thread.
+The savers are LangGraph's own. This module adds safe creation of the tables by several processes, and thread locks.
 """
 
 from __future__ import annotations
@@ -39,16 +39,20 @@ class Checkpoints:
     locks: Locks
 
     def running(self, thread_id: str, *, wait_s: float = 0.0) -> AbstractAsyncContextManager[None]:
-        """Be the one that runs a thread; `RunsElsewhere` when another still does after `wait_s`.
+        """Hold the lock of a thread while running it. Raises `RunsElsewhere` if another still holds it after `wait_s`.
 
-        The lock ends with the process that holds it, so a thread whose process was killed can go on at once elsewhere.
+        The lock ends with its process, so another process can continue a thread at once when its process was killed.
         """
         return held(self.locks, f"thread {thread_id}", wait_s)
 
 
 @asynccontextmanager
 async def open_checkpointer(database: str | Path) -> AsyncIterator[Checkpoints]:
-    """Open the checkpoints at a path, a `sqlite:///` URL or a `postgresql://` URL; the tables are made if need be."""
+    """Open the checkpoints at a path, a `sqlite:///` URL or a `postgresql://` URL. Creates missing tables.
+
+    async with open_checkpointer("checkpoints.db") as checkpoints:
+        graph = build_graph("openai:gpt-5.5", checkpointer=checkpoints.saver)
+    """
     where = os.fspath(database)
     scheme, separator, rest = where.partition("://")
     if separator and scheme in {"postgresql", "postgres"}:
@@ -66,7 +70,7 @@ async def open_checkpointer(database: str | Path) -> AsyncIterator[Checkpoints]:
 @asynccontextmanager
 async def _sqlite(path: str) -> AsyncIterator[Checkpoints]:
     if not path:
-        raise InvalidRequest("the database has no name", field="database", hint="write sqlite:////path/to/file")
+        raise InvalidRequest("the database has no path", field="database", hint="write sqlite:////path/to/file")
     locks = FileLocks(f"{path}.locks")
     try:
         _private(path)
@@ -78,7 +82,7 @@ async def _sqlite(path: str) -> AsyncIterator[Checkpoints]:
         try:
             async with held(locks, _SETUP, BUSY_S):
                 await saver.setup()
-            # A killed process loses nothing; only a power cut may take the last steps.
+            # A killed process loses nothing; only a power failure may lose the last steps.
             await connection.execute("PRAGMA synchronous=NORMAL")
         except (OSError, aiosqlite.Error) as error:
             raise _unusable(path, error) from error
@@ -94,7 +98,7 @@ def _unusable(path: str, error: Exception) -> PlatformError:
 
 
 def _private(path: str) -> None:
-    """Make the file, readable by its owner only: it holds what was said."""
+    """Create the file, readable only by its owner: it contains conversations."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
@@ -123,7 +127,7 @@ async def _postgres(url: str) -> AsyncIterator[Checkpoints]:
 
 
 async def _made(pool: AsyncConnectionPool[psycopg.AsyncConnection[DictRow]], locks: PostgresLocks) -> None:
-    """Open the pool and make the tables, one process at a time."""
+    """Open the pool and create the tables, one process at a time."""
     try:
         # Waiting for the lock inside the database would keep its own indexes from being built.
         async with held(locks, _SETUP, BUSY_S):
@@ -131,5 +135,7 @@ async def _made(pool: AsyncConnectionPool[psycopg.AsyncConnection[DictRow]], loc
             await AsyncPostgresSaver(pool).setup()
     except (psycopg.Error, PoolTimeout) as error:
         raise PlatformError(
-            "the database of the checkpoints cannot be used", field="database", hint="is it running, and may we?"
+            "the database of the checkpoints cannot be used",
+            field="database",
+            hint="check that it runs and that its user may create tables",
         ) from error

@@ -1,4 +1,4 @@
-"""A ready agent: a model that thinks, carrel's tools that act, a person where policy asks for one."""
+"""A ready agent: a model, carrel's tools, and interrupts where policy asks a person."""
 
 from __future__ import annotations
 
@@ -35,10 +35,14 @@ def build_graph(
     system_prompt: str | None = None,
     middleware: Sequence[AgentMiddleware[Any, Any]] = (),
 ) -> Graph:
-    """A graph that calls the model and its tools in turn until the model has nothing more to do.
+    """Build a graph that calls the model and its tools in turn until the model is done.
 
-    Every tool call is a task of its own, so calls run side by side and one that waits for a person keeps no other.
-    A step is in the checkpoint before the next begins: what was done is known wherever the run goes on.
+        graph = build_graph("openai:gpt-5.5", checkpointer=checkpoints.saver)
+        config = {"configurable": {"thread_id": "conversation-42"}}
+        await graph.ainvoke({"messages": [("user", "Plot data.csv")]}, config, context=Workspace(client))
+
+    Every tool call is a task of its own, so calls run in parallel and one that waits for a person blocks no other.
+    A step is in the checkpoint before the next begins, so a run can continue in another process.
     Run it with `context=Workspace(client)`, or give a `workspace` for all runs.
     """
     be_silent()
@@ -54,5 +58,5 @@ def build_graph(
     )
     if checkpointer is None:
         return graph
-    # A run names no durability of its own; without this a kill could lose the step that asked for a command.
+    # The default durability could lose the step that asked for a command when the process is killed.
     return graph.with_config(configurable={CONFIG_KEY_DURABILITY: "sync"})

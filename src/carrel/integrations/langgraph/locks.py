@@ -1,7 +1,4 @@
-"""At most one process runs a thread. Locks that end with their holder, in a file or in PostgreSQL.
-
-Knows names of threads and nothing of what is done under a lock.
-"""
+"""Locks in a file or in PostgreSQL, so that at most one process runs a thread. They end with the process."""
 
 from __future__ import annotations
 
@@ -24,24 +21,24 @@ PING_EVERY_S = 5.0
 PING_S = 5.0
 
 Lost = Callable[[], None]
-"""Called when a lock is no longer held, though nobody let it go."""
+"""Called when a lock is lost without being released."""
 
 
 class Locks(Protocol):
-    """Where locks are taken."""
+    """Takes and releases locks."""
 
     async def take(self, number: int, lost: Lost) -> bool:
-        """Take a lock if nobody has it."""
+        """Take a lock if it is free."""
 
     async def release(self, number: int) -> None:
-        """Let a lock go."""
+        """Release a lock."""
 
 
 @asynccontextmanager
 async def held(locks: Locks, name: str, wait_s: float = 0.0) -> AsyncIterator[None]:
-    """Hold the lock of a name; `RunsElsewhere` when another has it for longer than `wait_s`.
+    """Hold the lock of a name. Raises `RunsElsewhere` when another holds it for longer than `wait_s`.
 
-    If the lock is lost, what runs under it is cancelled and `PlatformError` raised.
+    If the lock is lost, the block is cancelled and `PlatformError` raised.
     """
     number, until, loop = _number(name), time.monotonic() + wait_s, asyncio.get_running_loop()
     try:
@@ -54,7 +51,7 @@ async def held(locks: Locks, name: str, wait_s: float = 0.0) -> AsyncIterator[No
                 left = until - time.monotonic()
                 if left <= 0:
                     raise RunsElsewhere(
-                        f"thread '{name[:128]}' is being run already", field="thread_id", hint="wait until it pauses"
+                        f"thread '{name[:128]}' is running already", field="thread_id", hint="wait until it pauses"
                     )
                 await asyncio.sleep(min(left, LOOK_EVERY_S))
             try:
@@ -65,26 +62,27 @@ async def held(locks: Locks, name: str, wait_s: float = 0.0) -> AsyncIterator[No
         if not ending.expired():
             raise
         raise PlatformError(
-            f"the lock of thread '{name[:128]}' was lost: its database went away", hint="run it again: it goes on"
+            f"the lock of thread '{name[:128]}' was lost with its database connection",
+            hint="run it again: it continues",
         ) from error
 
 
 def _number(name: str) -> int:
-    """A number for a name, so large that no two names have the same."""
+    """Hash a name to a lock number; a collision is practically impossible."""
     digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") >> 2
 
 
 class FileLocks:
-    """Locks on bytes of one file, which the kernel lets go when a process ends, however it ends."""
+    """Locks on bytes of one file. The kernel releases them when the process ends in any way."""
 
     def __init__(self, path: str):
         self._path = path
         self._files: dict[int, int] = {}
 
     async def take(self, number: int, lost: Lost) -> bool:
-        """Take a lock if nobody has it, also nobody in this process."""
-        del lost  # it cannot be
+        """Take a lock if no process holds it, this one included."""
+        del lost  # file locks are not lost
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         wanted = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
         try:
@@ -99,12 +97,12 @@ class FileLocks:
         return True
 
     async def release(self, number: int) -> None:
-        """Let a lock go."""
+        """Release a lock."""
         os.close(self._files.pop(number))
 
 
 class PostgresLocks:
-    """Advisory locks, all on one connection; when it breaks, all of them are lost at once."""
+    """Advisory locks on one connection; when it breaks, all of them are lost."""
 
     def __init__(self, url: str):
         self._url = url
@@ -113,7 +111,7 @@ class PostgresLocks:
         self._held: dict[int, Lost] = {}
 
     async def take(self, number: int, lost: Lost) -> bool:
-        """Take a lock if nobody has it, also nobody in this process."""
+        """Take a lock if no process holds it, this one included."""
         connection = await self._connected()
         if number in self._held:
             return False
@@ -121,7 +119,7 @@ class PostgresLocks:
         asking = asyncio.ensure_future(self._ask(connection, number))
         try:
             return await asyncio.shield(asking)
-        except asyncio.CancelledError:  # the database may have given it already
+        except asyncio.CancelledError:  # the database may have granted it already
             await asyncio.shield(self._give_back(asking, number))
             raise
 
@@ -144,14 +142,14 @@ class PostgresLocks:
                 await self.release(number)
 
     async def release(self, number: int) -> None:
-        """Let a lock go; one that was lost is gone already."""
+        """Release a lock, unless it was lost."""
         if self._held.pop(number, None) is None or self._connection is None:
             return
         with suppress(psycopg.Error):
             await self._connection.execute("SELECT pg_advisory_unlock(%s)", (number,))
 
     async def watch(self) -> None:
-        """Look after the connection for as long as locks are needed, and tell who holds one when it breaks."""
+        """Check the connection regularly, and call `lost` of every holder when it breaks."""
         while True:
             await asyncio.sleep(PING_EVERY_S)
             connection = self._connection
@@ -164,7 +162,7 @@ class PostgresLocks:
                 await self._drop()
 
     async def close(self) -> None:
-        """Close the connection; every lock goes with it."""
+        """Close the connection, which releases every lock."""
         await self._drop()
 
     async def _drop(self) -> None:

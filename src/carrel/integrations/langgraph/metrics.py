@@ -1,7 +1,4 @@
-"""How long models take and how many tokens they use, for Prometheus. A registry of its own: it runs in the agent.
-
-Knows nothing of what is said.
-"""
+"""Prometheus metrics of models: latency, requests, tokens. Their registry is in the agent's process."""
 
 from __future__ import annotations
 
@@ -14,16 +11,18 @@ from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.outputs import ChatGeneration, LLMResult
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
+from carrel.primitives.cache import Cache
+
 MOST_MODELS = 32
-"""More names than this are counted together, so that nothing a caller sends can grow the metrics."""
+"""Further models are counted as `other`, so that callers cannot make the metrics grow."""
 MOST_OPEN = 4096
-"""Requests that have begun; of one that is cancelled no end is told, and the oldest are forgotten."""
+"""Requests whose end is awaited. A cancelled request has no end, so the oldest are dropped."""
 OTHER = "other"
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 
 
 class ModelMetrics:
-    """The figures of the models of one process. Give `handler` to a model as a callback; show `render()`."""
+    """The metrics of the models of one process. Give `handler` to a model as a callback; serve `render()`."""
 
     def __init__(self, registry: CollectorRegistry | None = None):
         self.registry = registry or CollectorRegistry()
@@ -45,7 +44,7 @@ class ModelMetrics:
         )  # fmt: skip
 
     def render(self) -> bytes:
-        """All figures in the text format of Prometheus."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self.registry)
 
     def answered(self, model: str, seconds: float, outcome: str, sent: int = 0, received: int = 0) -> None:
@@ -67,11 +66,11 @@ class ModelMetrics:
 
 
 class _Handler(AsyncCallbackHandler):
-    """Hears of the beginning and the end of each request."""
+    """Receives the start and the end of each request."""
 
     def __init__(self, metrics: ModelMetrics):
         self._metrics = metrics
-        self._begun: dict[UUID, tuple[str, float]] = {}
+        self._begun: Cache[UUID, tuple[str, float]] = Cache(MOST_OPEN)
 
     async def on_chat_model_start(
         self,
@@ -86,23 +85,21 @@ class _Handler(AsyncCallbackHandler):
         given = kwargs.get("invocation_params") or {}
         named = (metadata or {}).get("ls_model_name") or given.get("model") or given.get("model_name")
         name = str(named or (serialized or {}).get("name") or OTHER)
-        self._begun[run_id] = (name, time.monotonic())
-        while len(self._begun) > MOST_OPEN:
-            del self._begun[next(iter(self._begun))]
+        self._begun.put(run_id, (name, time.monotonic()))
 
     async def on_llm_end(self, response: LLMResult, *, run_id: UUID, **_kwargs: Any) -> None:
-        if (begun := self._begun.pop(run_id, None)) is not None:
+        if (begun := self._begun.pop(run_id)) is not None:
             sent, received = _tokens(response)
             self._metrics.answered(begun[0], time.monotonic() - begun[1], "ok", sent, received)
 
     async def on_llm_error(self, error: BaseException, *, run_id: UUID, **_kwargs: Any) -> None:
         del error
-        if (begun := self._begun.pop(run_id, None)) is not None:
+        if (begun := self._begun.pop(run_id)) is not None:
             self._metrics.answered(begun[0], time.monotonic() - begun[1], "error")
 
 
 def _tokens(response: LLMResult) -> tuple[int, int]:
-    """Tokens sent and received, as the provider counted them."""
+    """Return the tokens sent and received, as the provider counted them."""
     sent = received = 0
     for generations in response.generations:
         for generation in generations:

@@ -1,7 +1,4 @@
-"""Which model speaks: any chat model of LangChain by name, an OpenAI-compatible endpoint, or none at all.
-
-Knows no tool but the name of the one that runs commands.
-"""
+"""Chat models by name: any of LangChain, one of an OpenAI-compatible endpoint, or `shell`, which is none."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ SHELL = "shell"
 
 
 class ShellModel(BaseChatModel):
-    """No model: each line a person says is a command, and what the command printed is the answer."""
+    """Not a language model: each message is run as a command, and the output of the command is the answer."""
 
     tool: str = "run_command"
 
@@ -38,7 +35,7 @@ class ShellModel(BaseChatModel):
     def bind_tools(
         self, tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool], **_kwargs: Any
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """The tools are known already."""
+        """Return this model, which knows its tool already."""
         del tools
         return self
 
@@ -68,7 +65,7 @@ class ShellModel(BaseChatModel):
             return AIMessage(content=last.text)
         command = last.text.strip() if isinstance(last, HumanMessage) else ""
         if not command:
-            return AIMessage(content="Say a command, such as `ls`.")
+            return AIMessage(content="Send a command, such as `ls`.")
         call = {"name": self.tool, "args": {"command": command}, "id": f"call-{uuid.uuid4().hex}", "type": "tool_call"}
         return AIMessage(content="", tool_calls=[call])
 
@@ -76,16 +73,16 @@ class ShellModel(BaseChatModel):
 def resolve_model(
     name: str, *, base_url: str | None = None, api_key: str | None = None, metrics: ModelMetrics | None = None
 ) -> BaseChatModel:
-    """The chat model of a name: `shell`, `provider:model`, or with `base_url` a model of an OpenAI-compatible endpoint.
+    """Return a chat model: `shell`, `provider:model`, or with `base_url` a model of an OpenAI-compatible endpoint.
 
-    A key that is not given comes from the provider's own environment variable. Traces of runs go nowhere.
+    Without `api_key` the key is taken from the provider's own environment variable. Tracing of runs is switched off.
     """
     be_silent()
     callbacks: list[BaseCallbackHandler] | None = None if metrics is None else [metrics.handler]
     if name == SHELL:
         return ShellModel(callbacks=callbacks)
     if not name.strip():
-        raise InvalidRequest("the model has no name", field="model", hint="for example shell, or openai:gpt-5.5")
+        raise InvalidRequest("the name of the model is empty", field="model", hint="use shell, or openai:gpt-5.5")
     try:
         if base_url is not None:
             return _endpoint(name.removeprefix("openai:"), base_url, api_key, callbacks)
@@ -100,7 +97,7 @@ def resolve_model(
         raise InvalidRequest(
             f"there is no model '{name}'", field="model", hint=f"use shell or provider:model; {str(error)[:300]}"
         ) from None
-    except Exception as error:  # each provider has errors of its own for a key that is missing
+    except Exception as error:  # each provider has its own error for a missing key
         raise InvalidRequest(
             f"model '{name}' cannot be used: {type(error).__name__}", field="model", hint=str(error)[:300]
         ) from None
@@ -112,7 +109,7 @@ def _endpoint(
     import openai
     from langchain_openai import ChatOpenAI
 
-    # Many endpoints of one's own take no key, but the protocol's client insists on one.
+    # Many private endpoints need no key, but the client insists on one.
     key = api_key or os.environ.get("OPENAI_API_KEY") or "none"
     return ChatOpenAI(
         model=name,
@@ -120,12 +117,12 @@ def _endpoint(
         api_key=SecretStr(key),
         callbacks=callbacks,
         use_responses_api=False,
-        # Without one, LangChain shares a client among all models of a URL: who closes one model closes the others.
+        # Without a timeout, LangChain shares one client among all models of a URL: closing one closes the others.
         timeout=openai.DEFAULT_TIMEOUT,
-        stream_usage=True,  # else an answer that is streamed has no count of tokens
+        stream_usage=True,  # otherwise streamed answers have no token counts
     )
 
 
 def be_silent() -> None:
-    """Make sure that no run is traced to a service outside, whatever the environment says."""
+    """Switch off tracing to LangSmith, whatever the environment says."""
     langsmith.configure(enabled=False)

@@ -1,8 +1,8 @@
-"""One tool call: tried, put before a person if need be, and done once.
+"""One tool call: tried, approved by a person if needed, and run exactly once.
 
 LangGraph runs a node from its start again whenever it is resumed. So the first try is a task of its own, whose outcome
-is in the checkpoint; what comes after the interrupt carries the approval, which carrel lets be used once; and a command
-runs under an id that is the same on every try, so that a second try finds the first one's command.
+is in the checkpoint. The try after the interrupt uses the approval, which carrel accepts once. And a command has the
+same id on every try, so that a second try finds the command of the first.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from carrel.errors import (
     SandboxLost,
     Unauthorized,
 )
-from carrel.integrations.langgraph.approvals import InterruptAnswer, PendingApproval, one_line
+from carrel.integrations.langgraph.approvals import InterruptAnswer, PendingApproval
 from carrel.integrations.langgraph.workspace import Workspace, own_id
+from carrel.integrations.text import one_line
 
 Runtime = ToolRuntime[Any, Any]
 
 
 class ToolReply(TypedDict):
-    """What a tool tells the model, and beside it what a program may want to know."""
+    """The text of a tool for the model, and its artifact for programs."""
 
     text: str
     artifact: dict[str, object]
@@ -45,7 +46,7 @@ class ToolReply(TypedDict):
 
 
 class FirstTry(TypedDict):
-    """What became of the first try: a result, or an approval that is needed first."""
+    """The outcome of the first try: a result, or the approval that is needed first."""
 
     id: str
     said: ToolReply | None
@@ -61,12 +62,12 @@ class Attempt:
 
 
 Act = Callable[[Attempt, AsyncSandbox], Awaitable[ToolReply]]
-"""Does a thing in a sandbox. It may be called again with the same id, and then must not do it again."""
+"""Does the operation in a sandbox. If it is called again with the same id, it must not repeat the operation."""
 
 
 @dataclass(frozen=True)
 class GraphCall:
-    """One thing to be done for a run."""
+    """One operation that a run of a graph asks for."""
 
     workspace: Workspace
     thread_id: str | None
@@ -77,11 +78,11 @@ class GraphCall:
 
     @property
     def context_id(self) -> str:
-        """The context it is done in."""
+        """The context it runs in."""
         return self.workspace.context(self.thread_id)
 
     async def run(self, id: str, approval: str | None = None) -> ToolReply:
-        """Do it, under an approval if there is one. What the model can act on is said; other failures are raised."""
+        """Run the operation, with an approval if there is one. Errors that the model can act on become its reply."""
         box = await self.workspace.sandbox(self.context_id)
         try:
             return await self.act(Attempt(id, self.workspace), box if approval is None else box.with_approval(approval))
@@ -96,7 +97,7 @@ class GraphCall:
 
 
 def refused(error: CarrelError) -> ToolReply:
-    """A refusal or a failure in words for the model, and as the problem object every protocol shows."""
+    """Describe an error for the model, with the same problem object as in every protocol."""
     problem = error.problem()
     lines = [f"{problem['title']}: {error.detail}"]
     if isinstance(error, Denied):
@@ -116,7 +117,7 @@ async def perform(
     summary: str,
     act: Act,
 ) -> ToolMessage:
-    """Do what a tool is for, and wait for a person where that is needed."""
+    """Run the operation of a tool, and wait for a person if policy asks for one."""
     thread_id = (runtime.config.get("configurable") or {}).get("thread_id")
     call = asked(runtime.context, fixed, thread_id, tool, arguments, summary, act)
     said = await settle(call)
@@ -138,7 +139,7 @@ def asked(
     summary: str,
     act: Act,
 ) -> GraphCall:
-    """A call in the workspace that the run names, or else in a fixed one."""
+    """Make a call in the workspace that the run names, or else in a fixed one."""
     workspace = context if isinstance(context, Workspace) else fixed
     if workspace is None:
         raise InvalidRequest(
@@ -155,7 +156,7 @@ def asked(
 
 
 async def settle(call: GraphCall) -> ToolReply:
-    """Do a call of a graph that runs: once, however often its node is run, and after a person's word if need be."""
+    """Run a call exactly once, however often its node is run, and after a person's approval if it needs one."""
     outcome = await operation(call)
     if outcome["said"] is not None:
         return outcome["said"]
@@ -164,7 +165,7 @@ async def settle(call: GraphCall) -> ToolReply:
 
 @task
 async def operation(call: GraphCall) -> FirstTry:
-    """The first try. Its outcome is kept, so that a node that is run again does not try again."""
+    """Try for the first time. The outcome is in the checkpoint, so a node that is run again does not try again."""
     here = get_runtime().execution_info
     # LangGraph gives a task the same id on every try, and each task of a node its own.
     id = own_id(call.thread_id, here.task_id if here is not None else uuid.uuid4().hex)
@@ -178,7 +179,7 @@ async def operation(call: GraphCall) -> FirstTry:
 
 
 async def _decided(call: GraphCall, id: str, waits: PendingApproval) -> ToolReply:
-    """Interrupt until it is decided; then do it, or say why not."""
+    """Interrupt until the approval is decided; then run the operation, or explain why not."""
     while True:
         given = InterruptAnswer.read(interrupt(waits.model_dump()))
         told, problem = await _tell(call.workspace, waits, given)
@@ -191,7 +192,7 @@ async def _decided(call: GraphCall, id: str, waits: PendingApproval) -> ToolRepl
 
 
 async def _tell(workspace: Workspace, waits: PendingApproval, given: InterruptAnswer) -> tuple[bool, str | None]:
-    """Give a decision to the inbox, if this process may: whether it has one now, and else why not."""
+    """Send a decision to carrel if this process may decide. Return whether it is decided now, and else why not."""
     if not given.take() or workspace.approver is None or given.decision == "look":
         return False, None
     inbox = workspace.approver.approvals
@@ -200,7 +201,7 @@ async def _tell(workspace: Workspace, waits: PendingApproval, given: InterruptAn
             await inbox.approve(waits.approval, message=given.message)
         else:
             await inbox.deny(waits.approval, message=given.message)
-    except Conflict:  # decided meanwhile: what the inbox says counts
+    except Conflict:  # it was decided meanwhile, and that decision counts
         return given.decision == "approve", None
     except CarrelError as error:
         return False, str(error)
@@ -208,7 +209,7 @@ async def _tell(workspace: Workspace, waits: PendingApproval, given: InterruptAn
 
 
 def _declined(waits: PendingApproval, given: InterruptAnswer) -> ToolReply:
-    words = given.message or "whoever was asked said no"
+    words = given.message or "the person who was asked denied it"
     return refused(
         Denied(
             words,

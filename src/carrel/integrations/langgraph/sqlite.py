@@ -1,8 +1,8 @@
-"""SQLite for an event loop: most statements are so short that the way to a thread and back takes longer.
+"""SQLite on the event loop: most statements are so short that passing them to a thread and back takes longer.
 
-A connection of `aiosqlite`, but what is short runs here and now: it goes to the page cache. Nothing here waits for
-another process or for the disk. Who finds the database locked tries again after a pause; and long statements run in the
-connection's own thread, which also brings the log of changes into the file. Knows nothing of what is stored.
+This connection of `aiosqlite` runs short statements on the loop, where they only touch the page cache. Nothing here
+waits for another process or for the disk: when the database is locked it tries again after a pause, and long statements
+and checkpoints of the write-ahead log run in the connection's own thread.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from aiosqlite import Connection
 
 PAUSE_S = 0.005
 IN_A_ROW = 100
-"""After so many commits here one goes to the thread, and the log of changes is emptied."""
+"""After this many commits on the loop, one runs in the thread with a checkpoint of the write-ahead log."""
 _LONG = re.compile(r"\bORDER BY\b|\bIN \(|\bcount\(|^\s*(CREATE|DROP|ALTER|VACUUM|PRAGMA)\b", re.IGNORECASE)
-"""What a statement has that may look at many rows, or change more than rows."""
+"""Matches statements that may read many rows, or change the schema."""
 _RUN = frozenset({"execute", "executemany", "executescript"})
 _END = frozenset({"commit", "rollback"})
 
 
 class NearConnection(Connection):
-    """One connection, for one user at a time. `busy_s` is how long it tries while others have the database locked.
+    """One connection, for one user at a time. `busy_s` is how long it retries while the database is locked.
 
-    From a long statement to the end of its transaction all is done in the thread. With `lookups` every statement is
-    a short one, whatever it looks like. A statement that fails leaves no transaction that it began, and who is broken
-    off leaves none at all: it would stay open, and show what there was when it was last read.
+    From a long statement to the end of its transaction everything runs in the thread. With `lookups` every statement
+    counts as short. A statement that fails rolls back a transaction that it began, and a cancelled one rolls back any
+    transaction: it would stay open and show old data.
     """
 
     def __init__(self, path: str, busy_s: float, *, lookups: bool = False):
@@ -44,7 +44,7 @@ class NearConnection(Connection):
         self._commits = 0
 
     async def _execute(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a function of the driver; every method of a connection and its cursors comes here."""
+        """Run a function of the driver. Every method of a connection and its cursors calls this."""
         if not self._running or self._connection is None:
             raise ValueError("Connection closed")
         name, connection = fn.__name__, self._connection
@@ -86,8 +86,8 @@ class NearConnection(Connection):
         return not self._lookups and _LONG.search(statement) is not None
 
     def _queue(self, work: Callable[[], Any]) -> asyncio.Future[Any]:
-        """Do something in the thread, after all that was given to it before. It is done also when nobody waits any
-        more, so until then whatever comes next goes there, too.
+        """Run a function in the thread, after those queued before. It runs even if the caller was cancelled, so until
+        then all later calls go to the thread, too.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
@@ -107,10 +107,8 @@ class NearConnection(Connection):
 
 
 def _is_busy(error: sqlite3.OperationalError) -> bool:
-    """Whether trying again may help: another has the database locked, or repairs it. Not when what was read has been
-    overtaken.
-    """
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # what the driver itself complains of has none
+    """Return whether to retry, because the database is locked. Retrying does not help an outdated read snapshot."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # errors of the Python driver have no code
     return code & 0xFF == sqlite3.SQLITE_BUSY and code != sqlite3.SQLITE_BUSY_SNAPSHOT
 
 

@@ -1,6 +1,6 @@
 """carrel's operations as LangChain tools: commands, Python and files of the run's workspace.
 
-Knows what a model is told and how much of it. What may be done is decided by the server.
+Decides how much of a result the model sees. The server decides what is allowed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from carrel.client import AsyncCommand, AsyncSandbox
 from carrel.errors import Conflict, NotFound, NotRunning, RunsElsewhere
 from carrel.integrations.langgraph.operation import Attempt, Runtime, ToolReply, perform
 from carrel.integrations.langgraph.workspace import Workspace
+from carrel.integrations.text import printable
 from carrel.models import MAX_TIMEOUT_S, CommandResult, FileInfo, FileKind
 
 MOST_CHARACTERS = 30_000
-"""What a model is shown of one text; the middle of a longer one is left out."""
+"""The model sees this much of one text; the middle of a longer one is left out."""
 MOST_OUTPUT = 1024 * 1024
 MOST_READ = 4 * 1024 * 1024
 MOST_LINES = 2000
@@ -30,7 +31,7 @@ Path = Annotated[str, Field(description="a path in the workspace", min_length=1,
 
 
 def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
-    """The tools, for the workspace that a run names, or else for this one."""
+    """Return the tools, for the workspace of the run (`context=Workspace(…)`), or else for this one."""
 
     async def run_command(
         runtime: Runtime,
@@ -38,7 +39,7 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
         cwd: Annotated[str | None, Field(description="directory in the workspace")] = None,
         timeout: Annotated[float | None, Field(description="seconds; 0: none", ge=0, le=MAX_TIMEOUT_S)] = None,
     ) -> ToolMessage:
-        """Run a shell command in the workspace and wait for it. Gives its output and how it ended."""
+        """Run a shell command in the workspace and wait for it. Returns its output and exit code."""
 
         async def act(attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             async def start() -> AsyncCommand:
@@ -90,7 +91,7 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
     async def write_file(
         runtime: Runtime, path: Path, content: Annotated[str, Field(description="all of the new text")]
     ) -> ToolMessage:
-        """Make a file in the workspace, or replace all of one. The directories above it are made."""
+        """Create a file in the workspace, or replace it. Missing directories are created."""
 
         async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
             info = await box.files.write(path, content)
@@ -103,7 +104,7 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
         runtime: Runtime,
         path: Path,
         old: Annotated[str, Field(description="the text to replace, exactly and only once in the file", min_length=1)],
-        new: Annotated[str, Field(description="what is to stand there instead")],
+        new: Annotated[str, Field(description="the text to put in its place")],
         replace_all: Annotated[bool, Field(description="replace every occurrence")] = False,
     ) -> ToolMessage:
         """Replace a text in a file of the workspace."""
@@ -119,7 +120,7 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
     async def list_files(
         runtime: Runtime,
         path: Path = ".",
-        recursive: Annotated[bool, Field(description="also what is below")] = False,
+        recursive: Annotated[bool, Field(description="also list subdirectories")] = False,
     ) -> ToolMessage:
         """List a directory of the workspace."""
 
@@ -140,7 +141,7 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
         path: Path = ".",
         names: Annotated[str | None, Field(description="only files of such names, for example *.py")] = None,
     ) -> ToolMessage:
-        """Search the text files of the workspace with grep. Gives path, line number and line of each match."""
+        """Search the text files of the workspace with grep. Returns path, line number and line of each match."""
         only = [] if names is None else [f"--include={names}"]
         words = ["grep", "-rnIsE", f"--max-count={MOST_MATCHES}", *only, "-e", pattern, "--", path]
 
@@ -173,7 +174,7 @@ async def followed(
     start: Callable[[], Awaitable[AsyncCommand]],
     tell: Callable[[CommandResult], ToolReply] | None = None,
 ) -> ToolReply:
-    """Start a command and wait for its end; if an earlier try started it, only wait."""
+    """Start a command and wait until it ends. If an earlier try has started it, only wait."""
     try:
         command = await attempt.workspace.started(start)
     except (NotRunning, RunsElsewhere):
@@ -197,7 +198,7 @@ async def followed(
 
 
 def told(result: CommandResult) -> ToolReply:
-    """A finished command in words: its output, then how it ended unless that is a plain success."""
+    """Describe a finished command: its output, then how it ended, unless it succeeded."""
     parts = []
     if result.stdout:
         parts.append(short(result.stdout.rstrip("\n")))
@@ -206,18 +207,18 @@ def told(result: CommandResult) -> ToolReply:
     if result.dropped_bytes:
         parts.append(f"[{result.dropped_bytes} more bytes of output were not kept]")
     if result.timed_out:
-        parts.append("[ended at its deadline]")
+        parts.append("[timed out and killed]")
     elif result.oom_killed:
-        parts.append("[ended: out of memory]")
+        parts.append("[killed: out of memory]")
     elif result.signal is not None:
-        parts.append(f"[ended by {result.signal}]")
+        parts.append(f"[killed by {result.signal}]")
     elif result.exit_code:
         parts.append(f"[exit code {result.exit_code}]")
     return ToolReply(text="\n".join(parts) or "(no output)", artifact=_ending(result), error=False)
 
 
 def short(text: str, most: int = MOST_CHARACTERS) -> str:
-    """A text of at most `most` characters and a remark: its beginning and its end."""
+    """Shorten a text to its beginning and its end, with a remark between them."""
     if len(text) <= most:
         return text
     half = most // 2
@@ -230,7 +231,7 @@ def _ending(result: CommandResult) -> dict[str, object]:
 
 def _lines_of(path: str, data: bytes, first: int, count: int) -> ToolReply:
     if b"\0" in data[:8192]:
-        text = f"'{path}' is no text; read it with a command"
+        text = f"'{path}' is not a text file; read it with a command"
         return ToolReply(text=text, artifact={"path": path, "binary": True}, error=True)
     whole = len(data) <= MOST_READ
     lines = data[:MOST_READ].decode("utf-8", "replace").splitlines()
@@ -239,7 +240,7 @@ def _lines_of(path: str, data: bytes, first: int, count: int) -> ToolReply:
     if first - 1 + len(shown) < len(lines):
         text += f"\n[lines {first} to {first - 1 + len(shown)} of {len(lines)}]"
     if not whole:
-        text += f"\n[only the first {MOST_READ} bytes were looked at]"
+        text += f"\n[only the first {MOST_READ} bytes were read]"
     return ToolReply(text=text, artifact={"path": path, "lines": len(lines), "whole": whole}, error=False)
 
 
@@ -249,13 +250,7 @@ def _entry(info: FileInfo) -> dict[str, object]:
 
 def _described(info: FileInfo) -> str:
     if info.kind is FileKind.DIRECTORY:
-        return f"{_name(info.path)}/"
+        return f"{printable(info.path)}/"
     if info.kind is FileKind.SYMLINK:
-        return f"{_name(info.path)} -> {_name(info.target or '?')}"
-    return f"{_name(info.path)} ({info.size} bytes)"
-
-
-def _name(path: str) -> str:
-    """A name of the workspace as text that can be shown and sent: it may have any bytes."""
-    shown = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-    return "".join(letter if letter.isprintable() else f"\\x{ord(letter):02x}" for letter in shown)
+        return f"{printable(info.path)} -> {printable(info.target or '?')}"
+    return f"{printable(info.path)} ({info.size} bytes)"

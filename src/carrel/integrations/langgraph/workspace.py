@@ -1,4 +1,4 @@
-"""Whose workspace a run uses: the client, the context, and who may decide. Never part of a checkpoint."""
+"""The workspace of a run: client, context and approver. Never part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ AT_HAND_S = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """The `context=` of a run of the graph. It stays in the process, so a token in it never reaches the database.
+    """The `context=` of a run of the graph. It stays in the process, so its tokens never reach the database.
+
+        await graph.ainvoke(given, config, context=Workspace(AsyncClient()))
 
     `client` acts with the caller's token. `context_id` is the context whose sandbox the tools use, by default the
-    `thread_id` of the run. `approver` is a client with a token that may approve: with it the answer to an interrupt is
-    given to the inbox; without it the inbox alone decides.
+    `thread_id` of the run. `approver` is a client whose token may approve: with it the answer to an interrupt decides
+    the approval; without it somebody decides it with `carrel approve`.
     """
 
     client: AsyncClient
@@ -32,7 +34,7 @@ class Workspace:
     _at_hand: list[tuple[float, AsyncSandbox]] = field(default_factory=list, init=False, repr=False)
 
     def context(self, thread_id: str | None) -> str:
-        """The context of a thread."""
+        """Return the context of a thread."""
         name = self.context_id or thread_id
         if not name:
             raise InvalidRequest(
@@ -43,22 +45,22 @@ class Workspace:
         return name
 
     def at_hand(self, box: AsyncSandbox) -> None:
-        """A sandbox that was asked for just now: who needs it at once need not ask again."""
+        """Reuse a sandbox for the next seconds instead of asking the server for it again."""
         self._at_hand[:] = [(time.monotonic() + AT_HAND_S, box)]
 
     async def sandbox(self, context_id: str) -> AsyncSandbox:
-        """The running sandbox of a context, made or resumed if need be."""
+        """Return the running sandbox of a context; create or resume it if needed."""
         for until, box in self._at_hand:
             if box.context_id == context_id and time.monotonic() < until:
                 return box
         return await self.client.sandbox(context_id, template=self.template)
 
     def client_of_its_own(self) -> AsyncClient:
-        """Another client for the same server with the same token, for another event loop. The caller closes it."""
+        """Make another client with the same token, for another event loop. The caller closes it."""
         return AsyncClient(self.client.url, self.client._connection.address.token)
 
     async def started(self, start: Callable[[], Awaitable[AsyncCommand]]) -> AsyncCommand:
-        """Start a command. A run that is cancelled meanwhile does not take it back: the server has the request."""
+        """Start a command. If the run is cancelled meanwhile, the start still completes: the server has the request."""
 
         async def begin() -> AsyncCommand:
             return await start()
@@ -71,10 +73,10 @@ class Workspace:
     def _begun(self, starting: asyncio.Task[AsyncCommand]) -> None:
         self._starting.discard(starting)
         if not starting.cancelled():
-            starting.exception()  # whoever waited has it; nobody else needs to
+            starting.exception()  # mark it as retrieved: the caller has received it
 
     async def settled(self) -> list[AsyncCommand]:
-        """The commands whose start was on its way, once it has arrived."""
+        """Wait for commands whose start is on its way, and return them."""
         found = await asyncio.gather(*self._starting, return_exceptions=True)
         return [each for each in found if isinstance(each, AsyncCommand)]
 
@@ -83,25 +85,25 @@ class Workspace:
         self._running[command.id] = command
 
     def unfollow(self, command: AsyncCommand) -> None:
-        """Forget a command that has ended."""
+        """Drop a command that has ended."""
         self._running.pop(command.id, None)
 
     async def kill(self) -> None:
-        """End what the tools of this run have running, with all it started. For a run that is cancelled for good."""
+        """Kill the commands of this run with everything they started. For a run that is cancelled for good."""
         for command in [*self._running.values(), *await self.settled()]:
             try:
                 await command.kill()
-            except CarrelError:  # its sandbox may be gone, and the command with it
+            except CarrelError:  # the sandbox may be gone, and the command with it
                 continue
 
 
 def own_id(thread_id: str | None, *parts: str | None) -> str:
-    """The id under which one tool call runs its command: the same whenever and wherever it is tried again."""
+    """Return the id of the command of one tool call; it is the same on every try, in every process."""
     return commands_of(thread_id) + _digest(*parts)[:24]
 
 
 def commands_of(thread_id: str | None) -> str:
-    """How the ids of all commands of a thread begin: who cancels it finds those that a killed process left."""
+    """Return the prefix of the ids of a thread's commands, by which a killed process's commands are found."""
     return f"k{_digest(thread_id)[:16]}"
 
 

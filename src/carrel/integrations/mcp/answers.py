@@ -1,6 +1,6 @@
-"""What a tool answers: text for the model, the same as a value for programs, images; and refusals in words that help.
+"""Answers of tools: text for the model, a value for programs, images, and errors. Pure.
 
-Pure: values in, MCP results out. Every error of carrel has one shape here, so that a model learns it once.
+All errors have the same form, so that a model has to learn it only once.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from mcp import types
 
 from carrel.errors import ApprovalNeeded, CarrelError, Denied, LimitExceeded, PlatformError
+from carrel.integrations.text import sendable_text
 
 _LEFT_OUT = {"type", "title", "status"}
 
 
 @dataclass(frozen=True)
 class Image:
-    """A picture, base64."""
+    """An image in base64."""
 
     data: str
     media_type: str
@@ -26,7 +27,7 @@ class Image:
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """What a tool has to say. `note` is said after the text, apart from it, where the text is exactly a file's."""
+    """The answer of a tool. `note` is a separate text after it, for answers that are exactly the text of a file."""
 
     text: str
     value: Mapping[str, object] | None = None
@@ -34,29 +35,29 @@ class ToolAnswer:
     note: str | None = None
 
     def result(self) -> types.CallToolResult:
-        """As MCP sends it."""
+        """Convert it for MCP."""
         content: list[types.ContentBlock] = []
         if self.text or not self.images:
-            content.append(types.TextContent(text=shown(self.text)))
+            content.append(types.TextContent(text=sendable_text(self.text)))
         content += [types.ImageContent(data=image.data, mime_type=image.media_type) for image in self.images]
         if self.note is not None:
-            content.append(types.TextContent(text=shown(self.note)))
+            content.append(types.TextContent(text=sendable_text(self.note)))
         if self.value is None:
             return types.CallToolResult(content=content)
         return types.CallToolResult(content=content, structured_content=_clean(self.value))
 
 
 def refused(error: CarrelError, tool: str) -> types.CallToolResult:
-    """An error as a tool's answer: words first, then the object that every protocol shows."""
+    """Convert an error for MCP: an explanation, then the same problem object as in every protocol."""
     value = refusal(error)
     text = f"{_words(error, tool)}\n\n{json.dumps(value, default=str)}"
     return types.CallToolResult(
-        content=[types.TextContent(text=shown(text))], structured_content=_clean(value), is_error=True
+        content=[types.TextContent(text=sendable_text(text))], structured_content=_clean(value), is_error=True
     )
 
 
 def refusal(error: CarrelError) -> dict[str, object]:
-    """The refusal object: what happened, by which rule, why, and whether asking again makes sense."""
+    """Return the problem object: what happened, by which rule, why, and whether to try again."""
     value = {key: part for key, part in error.problem().items() if key not in _LEFT_OUT}
     value.setdefault("reason", error.detail)
     value.setdefault("retry", isinstance(error, PlatformError | LimitExceeded))
@@ -70,7 +71,7 @@ def _words(error: CarrelError, tool: str) -> str:
     if isinstance(error, ApprovalNeeded):
         until = error.extra.get("expires_at")
         return (
-            f"A person has to decide this first: {error.reason}\n"
+            f"A person has to approve this first: {error.reason}\n"
             f"Approval {error.approval} waits" + (f" until {until}" if isinstance(until, str) else "") + ".\n"
             f"What happens next: a person approves it (`carrel approve {error.approval}`) or denies it; you cannot. "
             f"Tell the person, do something else meanwhile, then call {tool} again with exactly the same arguments "
@@ -78,7 +79,7 @@ def _words(error: CarrelError, tool: str) -> str:
         )
     if isinstance(error, Denied):
         rule = f" (rule {error.rule})" if error.rule else ""
-        again = "" if error.extra.get("retry") else "\nAsking again changes nothing: choose another way."
+        again = "" if error.extra.get("retry") else "\nTrying again changes nothing: choose another way."
         return f"Denied: {error.reason}{rule}{again}" + _hint(error)
     if isinstance(error, PlatformError):
         return (
@@ -93,16 +94,11 @@ def _hint(error: CarrelError) -> str:
     return f"\nHint: {error.hint}" if error.hint else ""
 
 
-def shown(text: str) -> str:
-    """A text that can be sent: names that are not UTF-8 reach Python with surrogate escapes, which JSON has not."""
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
-
-
 def _clean(value: object) -> object:
     if isinstance(value, str):
-        return shown(value)
+        return sendable_text(value)
     if isinstance(value, Mapping):
-        return {shown(str(key)): _clean(part) for key, part in value.items()}
+        return {sendable_text(str(key)): _clean(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [_clean(part) for part in value]
     return value if isinstance(value, int | float | bool | None) else str(value)

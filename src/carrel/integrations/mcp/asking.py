@@ -1,15 +1,13 @@
-"""What waits for a person, put to the person in front of the client where the client can ask (elicitation).
+"""Asks the user of an MCP client about an approval, if the client can show a form (elicitation).
 
-The token of the agent never decides. So the person is told what is asked for, and chooses to wait for the decision or
-not to; only where the server was given the token of an approver, for a client that the same user started, is their
-answer the decision.
+The agent's token never decides. The user sees the operation and chooses whether to wait for the decision. Only if the
+server was started with the token of an approver, by the user of the client, is their answer the decision.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from mcp import types
 from carrel.client import AsyncClient
 from carrel.errors import ApprovalNeeded, CarrelError, InvalidRequest, from_problem
 from carrel.integrations.mcp.calls import ToolCall
+from carrel.integrations.text import one_line
 from carrel.models import ApprovalInfo, ApprovalScope, ApprovalState
 
 KEY = "approval"
@@ -30,31 +29,33 @@ LONGEST_SHOWN = 4000
 
 @dataclass(frozen=True)
 class Question:
-    """An operation that waits, and whether the person's answer decides it."""
+    """An operation that waits for approval, and whether the user's answer decides it."""
 
     needed: ApprovalNeeded
     decides: bool
 
     def kept(self) -> str:
-        """What is remembered of it until the person has answered."""
+        """Return the state to store until the user has answered."""
         return json.dumps({"needed": self.needed.problem(), "decides": self.decides}, default=str)
 
     @classmethod
     def recalled(cls, state: str) -> Question:
-        """What was remembered. Raises `InvalidRequest`."""
+        """Read the stored state. Raises `InvalidRequest`."""
         try:
             kept = json.loads(state)
             error, decides = from_problem(kept["needed"]), kept["decides"]
         except (ValueError, TypeError, LookupError, AttributeError):
             error, decides = None, False
         if not isinstance(error, ApprovalNeeded) or not isinstance(decides, bool):
-            raise InvalidRequest("this is not the state of a call that waits", field="requestState", hint="call anew")
+            raise InvalidRequest(
+                "this is not the state of a call that waits", field="requestState", hint="make a new call"
+            )
         return cls(error, decides)
 
 
 @dataclass(frozen=True)
 class Asking:
-    """How long somebody who chose to wait waits, and who decides."""
+    """How long a call waits for a decision if the user agrees, and who decides."""
 
     wait_s: float = 300.0
     approver: Callable[[], AsyncClient] | None = None
@@ -63,30 +64,30 @@ class Asking:
     async def question(
         self, needed: ApprovalNeeded, client: AsyncClient
     ) -> tuple[Question, types.ElicitRequestFormParams]:
-        """What the person is asked, and the form they are shown."""
+        """Return the question for the user, and the form to show."""
         try:
             asked = _asked(await client.approvals.get(needed.approval or ""))
         except CarrelError:
             asked = None
-        # Nobody decides on what they were not shown.
+        # The user must see all of an operation to decide on it.
         decides = self.approver is not None and asked is not None and len(asked) <= LONGEST_SHOWN
         if not decides:
             choice = {"type": "string", "title": "What now?", "enum": [WAIT, LEAVE], "default": WAIT}
             properties: dict[str, object] = {"choice": choice}
             required = ["choice"]
             end = (
-                f"It is decided elsewhere, by whoever may: `carrel approve {needed.approval}` or "
+                f"An approver decides it with `carrel approve {needed.approval}` or "
                 f"`carrel deny {needed.approval}`. Wait for that?"
             )
         else:
             choice = {"type": "string", "title": "Decision", "enum": [ONCE, ALWAYS, DENY]}
-            words = {"type": "string", "title": "Words for the agent", "maxLength": 2000}
+            words = {"type": "string", "title": "Message to the agent", "maxLength": 2000}
             properties = {"decision": choice, "message": words}
             required = ["decision"]
-            end = "Let it?"
+            end = "Allow it?"
         lines = [
-            "An operation could not be shown here." if asked is None else _cut(asked),
-            f"Why a person has to decide: {_plain(needed.reason)}",
+            "The operation cannot be shown here." if asked is None else _cut(asked),
+            f"Reason: {one_line(needed.reason, None)}",
             f"Approval: {needed.approval}",
             end,
         ]
@@ -95,9 +96,7 @@ class Asking:
         return Question(needed, decides), types.ElicitRequestFormParams(message=message, requested_schema=schema)
 
     async def answered(self, question: Question, answer: types.ElicitResult | None, call: ToolCall) -> None:
-        """Do what the person said. Returns when the operation may be tried with the approval; else raises what it was
-        refused with.
-        """
+        """Act on the user's answer. Returns when the operation may be tried with the approval, else raises."""
         needed = question.needed
         content = (answer.content or {}) if answer is not None and answer.action == "accept" else {}
         if question.decides and self.approver is not None:
@@ -107,7 +106,7 @@ class Asking:
         elif content.get("choice") == WAIT:
             await self._wait(needed.approval or "", call)
         else:
-            raise _because(needed, "the person in front of the client did not want to wait")
+            raise _because(needed, "the user of the client did not want to wait")
 
     @staticmethod
     async def _decide(
@@ -116,7 +115,7 @@ class Asking:
         approval = needed.approval or ""
         words = message if isinstance(message, str) and message else None
         if decision not in {ONCE, ALWAYS, DENY}:
-            raise _because(needed, "the person in front of the client has not decided")
+            raise _because(needed, "the user of the client has not decided")
         try:
             async with approver() as client:
                 if decision == DENY:
@@ -142,9 +141,11 @@ def _because(needed: ApprovalNeeded, why: str) -> ApprovalNeeded:
 
 
 def _asked(info: ApprovalInfo) -> str:
-    """What is asked for: all of it, and not only its beginning."""
-    lines = [f"An agent ({_plain(info.requested_by)}) asks in context {info.context_id}: {info.kind} {info.operation}"]
-    lines += [f"  {_plain(name)}: {_plain(_text(value))}" for name, value in sorted(info.arguments.items())]
+    """Return all of what an agent asks for."""
+    who = one_line(info.requested_by, None)
+    lines = [f"An agent ({who}) asks in context {info.context_id}: {info.kind} {info.operation}"]
+    for name, value in sorted(info.arguments.items()):
+        lines.append(f"  {one_line(name, None)}: {one_line(_text(value), None)}")
     return "\n".join(lines)
 
 
@@ -153,12 +154,5 @@ def _text(value: object) -> str:
 
 
 def _cut(text: str) -> str:
-    if len(text) <= LONGEST_SHOWN:
-        return text
-    return f"{text[:LONGEST_SHOWN]} […] and {len(text) - LONGEST_SHOWN} characters more, which are not shown"
-
-
-def _plain(text: str) -> str:
-    """An agent's words in one line, without what a terminal or a page would obey or what hides the rest."""
-    line = "".join(c if c.isprintable() else "⏎" if c == "\n" else "�" for c in text)
-    return re.sub(r"\s{4,}", lambda found: f" [{len(found[0])} spaces] ", line)
+    left = len(text) - LONGEST_SHOWN
+    return text if left <= 0 else f"{text[:LONGEST_SHOWN]} […] and {left} characters more, which are not shown"

@@ -1,6 +1,4 @@
-"""What a tool is, and what it has during a call: the place it works in, the approval it was given, a way to tell how
-far it is. Knows no tool.
-"""
+"""Tools and their calls: declaration, parameters, JSON schemas, and the context, approval and progress of a call."""
 
 from __future__ import annotations
 
@@ -22,16 +20,16 @@ from carrel.models.base import Request
 EVERY_S = 1.0
 
 Tell = Callable[[float, str], Awaitable[None]]
-"""Hears how far a call is: a number that grows, and words."""
+"""Reports the progress of a call: a growing number, and a text."""
 
 
 class Parameters(Request):
-    """What every tool takes that may have to wait for a person."""
+    """The parameters of every tool that may need approval."""
 
     approval: str | None = Field(
         default=None,
         max_length=64,
-        description="The id of an approval that an earlier answer named, once a person has approved it.",
+        description="The id of an approval from an earlier answer, after a person has approved it.",
     )
 
 
@@ -45,17 +43,17 @@ class ToolCall:
     began: float = field(default_factory=time.monotonic)
 
     async def do(self, work: Work[T]) -> T:
-        """Do the operation the tool is for: the one that may have been approved."""
+        """Do the tool's operation, with the approval if there is one."""
         return await self.place.do(work, self.approval)
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the call came."""
+        """Seconds since the call began."""
         return time.monotonic() - self.began
 
     @asynccontextmanager
     async def telling(self, words: Callable[[], str]) -> AsyncIterator[None]:
-        """While this lasts the caller hears every second how it goes, if they want to."""
+        """Report progress every second during the block, if the caller wants that."""
         if self.tell is None:
             yield
             return
@@ -77,7 +75,7 @@ P = TypeVar("P", bound=Request)
 
 @dataclass(frozen=True)
 class Tool(Generic[P]):
-    """A tool: what a model is told of it, what it takes, and what it does."""
+    """A tool: its description for the model, its parameters, and its function."""
 
     name: str
     title: str
@@ -89,10 +87,10 @@ class Tool(Generic[P]):
     idempotent: bool = False
     open_world: bool = False
     output: dict[str, Any] | None = None
-    """The properties of the structured answer. None is required: a refusal has others."""
+    """The properties of the structured answer. None of them is required, because errors have others."""
 
     def declared(self) -> types.Tool:
-        """As MCP lists it."""
+        """Declare the tool for MCP."""
         return types.Tool(
             name=self.name,
             title=self.title,
@@ -109,7 +107,7 @@ class Tool(Generic[P]):
         )
 
     def parse(self, arguments: dict[str, Any] | None) -> P:
-        """The arguments of a call, checked. Raises `InvalidRequest`."""
+        """Check the arguments of a call. Raises `InvalidRequest`."""
         try:
             return self.parameters.model_validate(arguments or {})
         except ValidationError as error:
@@ -127,12 +125,10 @@ class Tool(Generic[P]):
 
 
 def schema_of(model: type[Request]) -> dict[str, Any]:
-    """The JSON schema of a tool's parameters, as simple as clients and models like it: what is refused all the same is
-    told then.
-    """
+    """Return a simple JSON schema of a tool's parameters. Limits that it leaves out are checked by `parse`."""
     whole = model.model_json_schema()
     properties = {name: _simple(value) for name, value in whole.get("properties", {}).items()}
-    if "approval" in properties:  # what is seldom given comes last
+    if "approval" in properties:  # seldom used, so it comes last
         properties["approval"] = properties.pop("approval")
     schema: dict[str, Any] = {"type": "object", "properties": properties, "additionalProperties": False}
     if "required" in whole:
@@ -145,7 +141,7 @@ _LARGE = 10**6
 
 
 def _simple(value: dict[str, Any]) -> dict[str, Any]:
-    """A property without what only guards against nonsense, and without null where it stands for not given."""
+    """Remove limits that only catch nonsense, and null where it means that the parameter is not given."""
     options = [each for each in value.get("anyOf", ()) if each.get("type") != "null"]
     if options:
         assert len(options) == 1, "one type for each parameter"

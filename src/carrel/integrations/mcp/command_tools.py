@@ -1,4 +1,4 @@
-"""The tools that run and end commands, and how a command is followed and its end told."""
+"""The tools that run and stop commands, and the answers about them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OUTPUT = {
 
 
 class RunCommand(Parameters):
-    """What `run_command` takes."""
+    """Parameters of `run_command`."""
 
     command: NoNul = Field(
         min_length=1, max_length=131_072, description="Shell text, run with /bin/sh -c in the workspace."
@@ -61,12 +61,12 @@ class RunCommand(Parameters):
     )
     background: bool = Field(
         default=False,
-        description="ToolAnswer at once with a handle and leave it running, for servers and long jobs.",
+        description="Answer at once with a handle and leave it running, for servers and long jobs.",
     )
 
 
 class StopCommand(Request):
-    """What `stop_command` takes."""
+    """Parameters of `stop_command`."""
 
     handle: str = Field(min_length=1, max_length=256, description="The handle that run_command answered.")
 
@@ -87,7 +87,7 @@ async def _run(call: ToolCall, given: RunCommand) -> ToolAnswer:
 
 
 async def followed(call: ToolCall, begin: Callable[[AsyncSandbox], AsyncOutputStream]) -> ToolAnswer:
-    """Start a command and follow its output to the end. Who cancels kills it with all it started."""
+    """Start a command and follow its output to the end. Cancelling the call kills the command and its children."""
     capture = Capture()
 
     async def start(box: AsyncSandbox) -> tuple[AsyncCommand, AsyncOutputStream]:
@@ -97,7 +97,7 @@ async def followed(call: ToolCall, begin: Callable[[AsyncSandbox], AsyncOutputSt
         return box.commands.get(id), stream
 
     await call.place.sandbox()
-    # Who cancels while it starts is heard when its id is known, so that it can be killed.
+    # A cancellation during the start takes effect when the id is known, so that the command can be killed.
     with anyio.CancelScope(shield=True):
         command, stream = await call.do(start)
 
@@ -119,22 +119,20 @@ async def followed(call: ToolCall, begin: Callable[[AsyncSandbox], AsyncOutputSt
 
 
 def handle_of(info: CommandInfo) -> str:
-    """What names a command in later calls. A sandbox that starts anew counts its commands anew: the time tells them
-    apart.
-    """
+    """Return the handle of a command for later calls. It has the start time, because a restarted sandbox reuses ids."""
     return f"{info.id}.{int(info.started_at.timestamp() * 1000):x}"
 
 
 async def opened(box: AsyncSandbox, handle: str) -> tuple[AsyncCommand, CommandInfo]:
-    """The command a handle names. Raises `NotFound`."""
+    """Return the command of a handle. Raises `NotFound`."""
     id, dot, _ = handle.partition(".")
     if not id or not dot:
-        raise InvalidRequest("this is no handle", field="handle", hint="take the handle that an answer named")
+        raise InvalidRequest("this is not a handle", field="handle", hint="use the handle from an earlier answer")
     command = box.commands.get(id)
     info = await command.info()
     if handle_of(info) != handle:
         raise NotFound(
-            "the sandbox has started anew since, and the command is gone with what it wrote",
+            "the sandbox was restarted since, so the command and its output are gone",
             field="handle",
             hint="run it again",
         )
@@ -142,7 +140,7 @@ async def opened(box: AsyncSandbox, handle: str) -> tuple[AsyncCommand, CommandI
 
 
 def _ended(capture: Capture, info: CommandInfo) -> ToolAnswer:
-    """The answer for a command that has ended."""
+    """Return the answer for a command that has ended."""
     handle, left_out = handle_of(info), capture.left_out
     marker = (
         f'[{left_out} bytes are left out here: read_output with handle "{handle}" and offset {capture.resume} has them]'
@@ -154,7 +152,7 @@ def _ended(capture: Capture, info: CommandInfo) -> ToolAnswer:
 
 
 def facts(info: CommandInfo) -> dict[str, object]:
-    """How a command is, for programs."""
+    """Return the state of a command, for programs."""
     return {
         "running": info.running,
         "exit_code": info.exit_code,
@@ -167,15 +165,15 @@ def facts(info: CommandInfo) -> dict[str, object]:
 
 
 def ending_of(info: CommandInfo) -> str:
-    """How a command ended, in a line."""
+    """Say in one line how a command ended."""
     if info.running:
         return "[it still runs]"
     if info.timed_out:
-        how = "killed at its deadline, with everything it started"
+        how = "timed out: killed with everything it started"
     elif info.oom_killed:
         how = "killed: out of memory"
     elif info.signal is not None:
-        how = f"ended by {info.signal}"
+        how = f"killed by {info.signal}"
     else:
         how = f"exit code {info.exit_code}"
     dropped = f"; {info.dropped_bytes} bytes of output beyond the limit were not kept" if info.dropped_bytes else ""
@@ -183,7 +181,7 @@ def ending_of(info: CommandInfo) -> str:
 
 
 def joined(output: str, ending: str) -> str:
-    """Output, and a line after it."""
+    """Append a line to output."""
     return output + ("" if not output or output.endswith("\n") else "\n") + ending
 
 

@@ -1,4 +1,4 @@
-"""The tools for files: read, write, edit, list, search. Knows how much of a file a model wants to see."""
+"""The tools for files: read, write, edit, list, search."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _FILE = {
 
 
 class ReadFile(Parameters):
-    """What `read_file` takes."""
+    """Parameters of `read_file`."""
 
     path: NoNul = Field(min_length=1, max_length=4096, description=_PATH)
     first_line: int = Field(default=1, ge=1, le=10**9, description="The line to start with; the first is 1.")
@@ -58,7 +58,7 @@ class ReadFile(Parameters):
 
 
 class WriteFile(Parameters):
-    """What `write_file` takes."""
+    """Parameters of `write_file`."""
 
     path: NoNul = Field(min_length=1, max_length=4096, description=_PATH + " Missing directories are made.")
     content: str = Field(description="The whole new content.")
@@ -68,7 +68,7 @@ class WriteFile(Parameters):
 
 
 class EditFile(Parameters):
-    """What `edit_file` takes."""
+    """Parameters of `edit_file`."""
 
     path: NoNul = Field(min_length=1, max_length=4096, description=_PATH)
     old: str = Field(
@@ -80,7 +80,7 @@ class EditFile(Parameters):
 
 
 class ListFiles(Parameters):
-    """What `list_files` takes."""
+    """Parameters of `list_files`."""
 
     path: NoNul = Field(default=".", min_length=1, max_length=4096, description=_PATH)
     recursive: bool = Field(default=False, description="Also what is in its directories.")
@@ -91,7 +91,7 @@ class ListFiles(Parameters):
 
 
 class SearchFiles(Parameters):
-    """What `search_files` takes."""
+    """Parameters of `search_files`."""
 
     pattern: NoNul = Field(min_length=1, max_length=10_000, description="What to look for: a regular expression (ERE).")
     literal: bool = Field(default=False, description="Take the pattern as plain text.")
@@ -140,7 +140,7 @@ class _Part:
 
 
 async def _lines(box: AsyncSandbox, given: ReadFile) -> _Part:
-    """The lines asked for, found by reading from the start."""
+    """Find the requested lines by reading the file from its start."""
     skip, start, held = given.first_line - 1, 0, b""
     left = given.max_lines
     async with aclosing(box.files.stream(given.path)) as pieces:
@@ -172,7 +172,7 @@ async def _lines(box: AsyncSandbox, given: ReadFile) -> _Part:
 
 
 def _after_lines(data: bytes, count: int) -> int | None:
-    """Where the first `count` lines end; None when there are not so many yet."""
+    """Return where the first `count` lines end; None when there are fewer."""
     at = 0
     for _ in range(count):
         found = data.find(b"\n", at)
@@ -237,7 +237,7 @@ async def _list(call: ToolCall, given: ListFiles) -> ToolAnswer:
 
 
 def _fitting(lines: Iterable[str]) -> list[str]:
-    """The first lines, as many as an answer has room for."""
+    """Take as many lines as fit into an answer."""
     fitting: list[str] = []
     size = 0
     for line in lines:
@@ -285,7 +285,7 @@ async def _search(call: ToolCall, given: SearchFiles) -> ToolAnswer:
 
 
 def parsed_matches(output: str) -> list[dict[str, object]]:
-    """What `grep -nHZ` found: a name up to NUL, a number up to a colon, a line. What is not so is left out."""
+    """Parse the output of `grep -nHZ`: a path up to NUL, a number up to a colon, a line. Other lines are skipped."""
     matches: list[dict[str, object]] = []
     for line in output.split("\n"):
         path, nul, rest = line.partition("\0")

@@ -1,7 +1,4 @@
-"""Output that may be longer than an answer: its beginning and its end, and where the rest is read on.
-
-Pure: chunks and text in, text and offsets out. Knows no connection.
-"""
+"""Output that may be longer than an answer: keeps its beginning and its end, and the offset of the rest. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +12,17 @@ _TAIL = LIMIT - HEAD
 
 
 class Capture:
-    """The first bytes and the last bytes of an output, both streams in the order they were written."""
+    """Keeps the first and the last bytes of an output; stdout and stderr in the order they were written."""
 
     def __init__(self, offset: int = 0, *, head: int = HEAD, tail: int = _TAIL):
         self.total = 0
         self.last_line = ""
         self.offset = offset
-        """The offset after all that was seen."""
+        """The offset after the last chunk."""
         self.left_out = 0
-        """How many bytes lie between the beginning and the end that are shown."""
+        """How many bytes in the middle are left out."""
         self.resume = offset
-        """The offset at which what was left out begins."""
+        """The offset at which the left-out bytes begin."""
         self._room = head
         self._keep = tail
         self._head = bytearray()
@@ -33,7 +30,7 @@ class Capture:
         self._full = False
 
     def add(self, chunk: Chunk) -> None:
-        """Take the next chunk."""
+        """Add the next chunk."""
         before, self.offset = self.offset, chunk.offset
         data = chunk.data
         self.total += len(data)
@@ -52,7 +49,7 @@ class Capture:
             self._trim()
 
     def text(self, marker: str) -> str:
-        """What is shown; `marker` stands where something was left out."""
+        """Return the text, with `marker` where bytes were left out."""
         if not self.left_out:
             return decoded(self._head + self._tail)
         return f"{decoded(self._head)}\n{marker}\n{decoded(self._tail)}"
@@ -71,7 +68,7 @@ class Capture:
 
 
 class Reading:
-    """What is read on from an offset, as far as an answer goes; `offset` is where the next reading starts."""
+    """Reads as much from an offset as fits into an answer; afterwards `offset` is where to continue."""
 
     def __init__(self, offset: int, *, limit: int = LIMIT):
         self.offset = offset
@@ -81,11 +78,11 @@ class Reading:
 
     @property
     def text(self) -> str:
-        """What was read."""
+        """The text that was read."""
         return decoded(self._data)
 
     def add(self, chunk: Chunk) -> bool:
-        """Take a chunk, or as much as there is room for. False when there is none for more."""
+        """Add a chunk, or as much as fits. Returns False when the answer is full."""
         room = self._limit - len(self._data)
         self.more = len(chunk.data) > room
         if self.more and chunk.offset - self.offset == len(chunk.data):
@@ -99,7 +96,7 @@ class Reading:
 
 
 def boundary(data: bytes, at: int) -> int:
-    """The last place up to `at` where no character is cut in two, as far as the bytes are UTF-8."""
+    """Return the last position up to `at` that does not cut a UTF-8 character in two."""
     if at >= len(data):
         return len(data)
     for place in range(at, max(at - 4, -1), -1):
@@ -109,12 +106,12 @@ def boundary(data: bytes, at: int) -> int:
 
 
 def decoded(data: bytes | bytearray) -> str:
-    """Bytes as text; what is not UTF-8 is marked."""
+    """Decode bytes; those that are not UTF-8 are replaced."""
     return data.decode("utf-8", "replace")
 
 
 def cut_middle(text: str, marker: str, *, head: int = HEAD, tail: int = _TAIL) -> str:
-    """A text that is too long without its middle."""
+    """Cut the middle out of a text that is too long."""
     if len(text) <= head + tail:
         return text
     return f"{text[:head]}\n{marker}\n{text[-tail:]}"

@@ -1,4 +1,4 @@
-"""The tool that reads on where an answer was too long, or a command still runs."""
+"""The tool that reads more output: the rest of a long answer, or of a command that still runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from carrel.models.base import Request
 
 
 class ReadOutput(Request):
-    """What `read_output` takes."""
+    """Parameters of `read_output`."""
 
     handle: str = Field(min_length=1, max_length=256, description="The handle that an answer named.")
     offset: int = Field(default=0, ge=0, le=10**15, description="Where to go on: next_offset of the answer before.")
@@ -59,13 +59,13 @@ async def _read(call: ToolCall, given: ReadOutput) -> ToolAnswer:
 async def _read_cell(call: ToolCall, given: ReadOutput) -> ToolAnswer:
     parts = given.handle.removeprefix(CELL).split("/")
     if len(parts) != 3 or not all(parts):
-        raise InvalidRequest("this is no handle", field="handle", hint="take the handle that an answer named")
+        raise InvalidRequest("this is not a handle", field="handle", hint="use the handle from an earlier answer")
 
     result = await call.place.do(lambda box: box.python.context(parts[0]).cell(parts[1]))
     text = cell_text(result)
     if cell_handle(result, text) != given.handle:
         raise NotFound(
-            "the code context has started anew since, and the cell is gone with what it wrote",
+            "the code context was restarted since, so the cell and its output are gone",
             field="handle",
             hint="run it again",
         )

@@ -1,4 +1,4 @@
-"""The tool that runs Python: a fresh process, or a code context that keeps variables and shows figures."""
+"""The tool that runs Python, in a new process or in a code context that keeps variables and returns figures."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from carrel.models.python import PYTHON_TIMEOUT_S
 CELL = "cell/"
 IMAGES = ("image/png", "image/jpeg")
 MOST_IMAGE = 700_000
-"""Characters of base64 in one answer: clients refuse messages of more than a megabyte."""
+"""Characters of base64 in one answer: clients refuse messages larger than a megabyte."""
 
 
 class RunPython(Parameters):
-    """What `python` takes."""
+    """Parameters of `python`."""
 
     code: str = Field(min_length=1, max_length=MAX_CODE, description="Python code. Print what you want to see.")
     code_context: CodeContextName | None = Field(
@@ -76,7 +76,7 @@ async def _interrupt(context: AsyncCodeContext) -> None:
 
 
 def shown_cell(result: CellResult) -> ToolAnswer:
-    """A cell as an answer, its images too."""
+    """Return the answer for a cell, with its images."""
     text = cell_text(result)
     handle = cell_handle(result, text)
     output = cut_middle(text, f'[the middle is left out here: read_output with handle "{handle}" has all of it]')
@@ -88,14 +88,12 @@ def shown_cell(result: CellResult) -> ToolAnswer:
 
 
 def cell_handle(result: CellResult, text: str) -> str:
-    """What names a cell in later calls. A code context that starts anew counts its cells anew: what they wrote tells
-    them apart.
-    """
+    """Return the handle of a cell for later calls. It has a hash of the text: a restarted context reuses ids."""
     return f"{CELL}{result.context}/{result.id}/{hashlib.sha256(text.encode('utf-8', 'replace')).hexdigest()[:12]}"
 
 
 def cell_text(result: CellResult) -> str:
-    """All that a cell wrote and showed as text."""
+    """Return all text output of a cell."""
     parts = [result.stdout, result.stderr]
     parts += [each.text or "" for each in result.results if each.kind != "figure"]
     if result.error is not None:

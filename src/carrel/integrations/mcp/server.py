@@ -1,6 +1,6 @@
-"""The MCP server: lists the tools, runs a call with the token of its caller, and turns every failure into an answer.
+"""The MCP server: lists the tools, runs each call with the token of its caller, and turns every error into an answer.
 
-Knows both eras of the protocol where they differ: how a person is asked in the middle of a call.
+Protocol versions differ in how a person is asked during a call; both ways are supported here.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ CATALOGUE: dict[str, Tool[Any]] = {
 """Every tool, by its name."""
 
 CALLER = "carrel.caller"
-"""Where a transport leaves the `McpCaller` of an HTTP request."""
+"""The key of the ASGI scope that holds the `McpCaller` of an HTTP request."""
 
 Context = ServerRequestContext[None, Any]
 
 
 @dataclass(frozen=True)
 class McpCaller:
-    """Who calls, and the context they work in."""
+    """The token of a caller and the context it works in."""
 
     token: str | None
     context_id: str
 
     @property
     def digest(self) -> str:
-        """A name for the pair that tells nothing of the token."""
+        """A name for the pair that does not reveal the token."""
         return hashlib.sha256(f"{self.token}\0{self.context_id}".encode()).hexdigest()[:32]
 
 
@@ -93,7 +93,7 @@ class WorkspaceServer:
             on_list_tools=self._list_tools,
             on_call_tool=self._call_tool,
         )
-        # What a client gives back is sealed: for the same call, by the same caller, on this server.
+        # State that a client sends back is sealed: it is valid only for the same call and caller on this server.
         security = RequestStateSecurity(
             keys=[secrets.token_bytes(32)], bind_principal=lambda ctx: self._caller(ctx).digest
         )
@@ -115,7 +115,7 @@ class WorkspaceServer:
         return McpCaller(self._token, self._context_id)
 
     async def _instruct(self, ctx: Context, call_next: CallNext) -> HandlerResult:
-        """Tell each client the context it works in."""
+        """Add the context to the instructions that a client receives when it connects."""
         result = await call_next(ctx)
         if ctx.method in {"initialize", "server/discover"} and isinstance(result, Mapping):
             return {**result, "instructions": instructions(self._caller(ctx).context_id)}
@@ -137,7 +137,7 @@ class WorkspaceServer:
         except Exception as error:
             log.error("%s failed: %s", tool.name, type(error).__name__)  # noqa: TRY400 - a traceback may quote a secret
             log.debug("where", exc_info=True)
-            unexpected = PlatformError("the MCP server of carrel met something unexpected", hint="see its own output")
+            unexpected = PlatformError("the MCP server failed unexpectedly", hint="see its own output")
             return refused(unexpected, tool.name)
 
     async def _answered(
@@ -151,7 +151,7 @@ class WorkspaceServer:
 
         async with self.clients.place(caller.token, caller.context_id) as place:
             call = ToolCall(place, given.approval if isinstance(given, Parameters) else None, tell)
-            if params.request_state is not None:  # the second half of a call that a person was asked about
+            if params.request_state is not None:  # the second part of a call that a person was asked about
                 question = Question.recalled(params.request_state)
                 await self._asking.answered(question, _response(params), call)
                 call.approval = question.needed.approval
@@ -175,7 +175,7 @@ class WorkspaceServer:
 
 
 def _can_ask(ctx: Context) -> bool:
-    """Whether the client can put a form to a person, and we can ask it to."""
+    """Return whether the client can show a form to its user, and this connection allows asking for it."""
     capabilities = ctx.session.client_capabilities
     can = None if capabilities is None else capabilities.elicitation
     if can is None or (can.form is None and can.url is not None):
@@ -189,9 +189,7 @@ def _response(params: types.CallToolRequestParams) -> types.ElicitResult | None:
 
 
 def _named_after(ctx: Context) -> str:
-    """A context for a client that names none: its own for each client program and directory it is started in, and the
-    same one when it comes back.
-    """
+    """Return the context for a client that names none: one for each client program and working directory."""
     client = ctx.session.client_params
     name = client.client_info.name if client is not None else None
     if name is None and ctx.params is not None:  # an `initialize` that is not committed yet
@@ -202,7 +200,7 @@ def _named_after(ctx: Context) -> str:
 
 
 def instructions(context_id: str) -> str:
-    """What a client is told at first, for its model."""
+    """Return the instructions for the client's model."""
     return (
         f"These tools work in the workspace of the carrel context '{context_id}': a private Linux machine whose files "
         "are kept. Paths are relative to the workspace; files for the person go to output/. Commands and files pass a "

@@ -31,17 +31,17 @@ _ENVIRONMENT = {
 
 
 class Nothing(Request):
-    """What a tool takes that needs nothing."""
+    """Parameters of a tool that has none."""
 
 
 class Restore(Request):
-    """What `restore_snapshot` takes."""
+    """Parameters of `restore_snapshot`."""
 
     snapshot: str = Field(min_length=1, max_length=64, description="The id that snapshot or list_snapshots answered.")
 
 
 class Fork(Request):
-    """What `fork` takes."""
+    """Parameters of `fork`."""
 
     context: ContextId = Field(description="The name of the new context: letters, digits, `.`, `_`, `:`, `-`.")
     snapshot: str | None = Field(
@@ -50,7 +50,7 @@ class Fork(Request):
 
 
 class AttachEnvironment(Parameters):
-    """What `attach_environment` takes."""
+    """Parameters of `attach_environment`."""
 
     env: EnvironmentName | None = Field(default=None, description="The name or a label of an environment there is.")
     requirements: list[Requirement] | None = Field(
@@ -89,7 +89,7 @@ async def _fork(call: ToolCall, given: Fork) -> ToolAnswer:
 async def _environments(call: ToolCall, _given: Nothing) -> ToolAnswer:
     mine = await call.do(lambda box: box.envs.list())
     names = {each.name for each in mine}
-    # By their labels: a name would be enough to run one, and whether this context may is decided when it is attached.
+    # Others are listed by label only: a name would be enough to use one without the check that attaching makes.
     others = [
         each.model_copy(update={"name": each.labels[0], "path": ""})
         for each in await call.place.client.envs.list()
