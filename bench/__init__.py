@@ -1,1 +1,1 @@
-"""What `make bench` runs: carrel beside its peers, in one run, on this machine."""
+"""The benchmarks of `make bench`: carrel and comparable programs (peers), measured in one run on this machine."""

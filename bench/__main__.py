@@ -1,4 +1,6 @@
-"""`python -m bench [NAME…] [--json]`: runs benchmarks, shows tables, keeps figures in `bench/results/latest.json`."""
+"""`python -m bench [NAME…] [--json]`: runs benchmarks, prints tables, writes the figures to
+`bench/results/latest.json`.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +26,17 @@ LATEST = Path(__file__).parent / "results" / "latest.json"
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark; its module is named like it and has `run`."""
+    """One benchmark. Its module has the same name and a function `run`."""
 
     name: str
     about: str
 
 
 class Module(Protocol):
-    """What a benchmark's module offers."""
+    """The interface of a benchmark's module."""
 
     async def run(self, progress: Progress) -> Report:
-        """Measure, and leave nothing behind."""
+        """Measure, and remove everything afterwards."""
 
 
 BENCHMARKS = {
@@ -63,7 +65,7 @@ BENCHMARKS = {
 
 
 def module_of(name: str) -> Module:
-    """The module of a benchmark."""
+    """Import the module of a benchmark."""
     return importlib.import_module(f"bench.{name}")
 
 
@@ -82,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def chosen(names: list[str]) -> list[str]:
-    """The benchmarks meant, each once."""
+    """Return the chosen benchmarks, each once."""
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         raise BenchFailed(f"no benchmark is named '{unknown[0]}'; there are: {', '.join(BENCHMARKS)}")
@@ -90,7 +92,7 @@ def chosen(names: list[str]) -> list[str]:
 
 
 def machine() -> Figures:
-    """What the figures depend on."""
+    """Describe the machine, on which the figures depend."""
     return {
         "machine_cores": os.cpu_count() or 0,
         "machine_kernel": platform.release(),
@@ -102,7 +104,7 @@ def machine() -> Figures:
 
 
 def shown_progress(name: str) -> Progress:
-    """A line on standard error that counts the rounds; silent where nobody looks."""
+    """Show the number of rounds on standard error, if it is a terminal."""
     last = 0.0
 
     def progress(done: int, total: int) -> None:
@@ -116,7 +118,7 @@ def shown_progress(name: str) -> Progress:
 
 
 async def measure(names: list[str], *, as_json: bool) -> Figures:
-    """Run the benchmarks one after the other. Figures are kept as soon as they are there."""
+    """Run the benchmarks one after the other. Figures are written as soon as they are known."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -139,7 +141,7 @@ async def measure(names: list[str], *, as_json: bool) -> Figures:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; the exit code."""
+    """Run the command line; return the exit code."""
     options = parser().parse_args(arguments)
     try:
         names = chosen(options.names)

@@ -1,6 +1,7 @@
-"""A task of the A2A agent that runs `true`, through the official client, beside the same command by the SDK.
+"""A task of the A2A agent that runs `true`, through the official client, compared with the same command through the
+SDK.
 
-The agent is `carrel agent --model shell` in a process of its own, with its tasks and checkpoints in SQLite.
+The agent is `carrel agent --model shell` in a separate process, with its tasks and checkpoints in SQLite.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ async def run(progress: Progress) -> Report:
 
 @asynccontextmanager
 async def _agent(server: ground.Server) -> AsyncIterator[str]:
-    """The agent, in a process of its own."""
+    """Run the agent in a separate process."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CARREL_")}
     command = [sys.executable, "-m", "carrel", "agent", "--port", "0", "--log-level", "error"]
     process = subprocess.Popen(
@@ -75,7 +76,7 @@ async def _agent(server: ground.Server) -> AsyncIterator[str]:
 
 
 async def _task(caller: Client) -> StreamResponse:
-    """A task that runs `true`, to its end."""
+    """Run a task with `true` to its end."""
     part = Part(text="true")
     message = Message(role=Role.ROLE_USER, message_id=uuid.uuid4().hex, context_id=CONTEXT, parts=[part])
     [answer] = [each async for each in caller.send_message(SendMessageRequest(message=message))]

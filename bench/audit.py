@@ -1,7 +1,7 @@
-"""The audit log: appending through the log itself, searching a million records, verifying an export.
+"""The audit log: appending records, searching a million records, verifying an export.
 
-`CARREL_BENCH_RECORDS` makes it smaller. The million is written past the log, straight into the tables, but linked as
-the log would: 500 chains, 40 actors, mostly commands, a few refusals and failures. No peer does the same.
+`CARREL_BENCH_RECORDS` reduces the number of records. The million records are written directly into the tables, linked
+as the log would link them: 500 chains, 40 actors, mostly commands, a few refusals and failures. No peer does the same.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _entry(number: int) -> Entry:
 
 
 async def _append(place: Path, key: SigningKey) -> tuple[float, list[float], list[float]]:
-    """Records a second with many callers, and how long one caller alone waits, both ways."""
+    """Measure records per second with many callers, and the wait of a single caller, in both modes."""
     database = await Database.open(str(place / "append.db"))
     store = AuditStore(database)
     logs = [AuditLog(store, key, "bench"), AuditLog(store, key, "batched", strict=False)]
@@ -116,7 +116,7 @@ async def _append(place: Path, key: SigningKey) -> tuple[float, list[float], lis
 
             return one
 
-        # One after the other: on a chain that two logs write to in turn, both would have to look again where it ends.
+        # One after the other: if two logs wrote to one chain in turns, both would have to find its end again.
         waits = [(await rounds({"one": single(log)}, SINGLES, warm_up=5))["one"] for log in logs]
     finally:
         for log in logs:
@@ -131,9 +131,9 @@ async def _empty(path: Path) -> Path:
 
 
 def _rows() -> Iterator[tuple[object, ...]]:
-    """Operations of many chains in the order of time, each with its end right after its begin.
+    """Yield operations of many chains in the order of time, each with its end directly after its start.
 
-    The bytes of every record are cut from those of one that the log itself would write, which takes half as long.
+    The bytes of every record are derived from one record that the log itself would write, which takes half the time.
     """
     rng = random.Random(1)
     tips: dict[str, tuple[int, bytes]] = {}
@@ -167,7 +167,7 @@ def _shape(number: int) -> tuple[Row, str, Row, str]:
 
 
 def _fill(path: Path) -> None:
-    """Rows first and indexes after: many times faster than both at once."""
+    """Insert the rows first and create the indexes after, which is many times faster."""
     connection = sqlite3.connect(path, isolation_level=None)
     try:
         for pragma in ("synchronous=OFF", "cache_size=-400000"):

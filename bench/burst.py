@@ -1,6 +1,6 @@
-"""A hundred sandboxes started at once beside a hundred bubblewraps, and five hundred alive at the same time.
+"""A hundred sandboxes started at once, compared with a hundred bubblewraps; and five hundred alive at the same time.
 
-Both sides put all hundred under way before waiting for any. One failure is a failure of the benchmark.
+Both sides start all hundred before waiting for any. One failure fails the benchmark.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def _many_alive(boxes: ground.Sandboxes) -> dict[str, float]:
         handles += await _start_all(boxes, launches[first : first + AT_ONCE])
     took["started, first command run"] = clock() - began
     began = clock()
-    for handle in handles:  # every one of them must still answer while all the others live
+    for handle in handles:  # each one must answer while all others are alive
         await ground.first_command(handle)
     took["a second command in each"] = clock() - began
     began = clock()

@@ -1,8 +1,8 @@
-"""The way out beside Squid: the same transfers and the same new connections through both, turn by turn, and carrel's
-proxy under load.
+"""Outbound network (egress) compared with Squid: the same transfers and the same new connections through both, in
+turns; and carrel's proxy under load.
 
-Both carry tunnels (CONNECT) to one server on loopback. carrel's proxy also decides every connection, checks the request
-inside, and logs it; Squid only carries, and its log is off.
+Both proxies carry tunnels (CONNECT) to one server on loopback. carrel's proxy also decides about every connection,
+checks the request inside, and logs it; Squid only carries the tunnel, and its log is off.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _report(transfers: dict[str, list[float]], connects: dict[str, list[float]],
 
 
 def _transfer(proxy: Address | None, origin: Address) -> Contender:
-    """Megabytes per second of one large download."""
+    """Return the megabytes per second of one large download."""
 
     async def turn() -> float:
         return await asyncio.to_thread(_download, proxy, origin)
@@ -127,11 +127,11 @@ def _download(proxy: Address | None, origin: Address) -> float:
 
 
 def _connect(proxy: Address | None, origin: Address) -> Contender:
-    """Seconds from nothing to the answer of a small request."""
+    """Return the seconds from a new connection to the response of a small request."""
     message = small_request(*origin)
 
     async def turn() -> float:
-        await asyncio.sleep(0.002)  # whoever was before has cleaned up
+        await asyncio.sleep(0.002)  # let the previous contender clean up
         began = time.perf_counter()
         with _reach(proxy, origin) as connection:
             connection.sendall(message)
@@ -171,7 +171,7 @@ async def _load(proxy: Address, origin: Address) -> Findings:
 
 @contextmanager
 def _server(module: str, *arguments: str) -> Iterator[Address]:
-    """A program of ours that prints its port and ends with its standard input."""
+    """Run a program of `bench` that prints its port and ends with its standard input."""
     process = subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
@@ -193,13 +193,13 @@ def _server(module: str, *arguments: str) -> Iterator[Address]:
 
 @asynccontextmanager
 async def _squid() -> AsyncIterator[Address]:
-    """Squid with everything it writes in a directory of its own."""
+    """Run Squid with all its files in its own directory."""
     program = shutil.which("squid", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if program is None:
         raise BenchFailed("'squid' is not installed; get it with `apt-get install squid`")
     place = Path(tempfile.mkdtemp(prefix="carrel-bench-squid-"))
     process = None
-    name = f"bench{os.getpid()}"  # of what it keeps in /dev/shm
+    name = f"bench{os.getpid()}"  # prefix of its files in /dev/shm
     try:
         with socket.create_server(("127.0.0.1", 0)) as reserved:
             port = int(reserved.getsockname()[1])
@@ -208,8 +208,8 @@ async def _squid() -> AsyncIterator[Address]:
         (place / "squid.conf").write_text(_SQUID.format(port=port, place=place, user=user))
         with (place / "out.log").open("wb") as log:
             command = [program, "-N", "-n", name, "-f", str(place / "squid.conf")]
-            # In a session of its own, as ours is: the kernel shares processors by session, and beside other work
-            # a proxy in the session of who measures would wait for nothing, whatever it costs.
+            # In its own session, like carrel's proxy: the kernel shares processors by session, so a proxy in
+            # the session of the measuring process would get more processor time.
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )

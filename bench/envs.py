@@ -1,7 +1,7 @@
-"""A Python environment that lies ready, attached to a sandbox that runs: through the SDK, to the answer.
+"""A ready Python environment attached to a running sandbox, through the SDK, until the response.
 
-Each turn has a new sandbox, so that nothing of the attachment is known yet; and once more in the same one. The packages
-come from the index that this host installs from; the second sandbox must add neither disk space nor a download.
+Each turn has a new sandbox, so that nothing of the attachment is cached; and once more in the same sandbox. The
+packages come from the index that this host uses. A second sandbox must add neither disk space nor a download.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def run(progress: Progress) -> Report:
 
 
 def _second(client: Client, info: EnvironmentInfo, data: Path) -> tuple[int, int]:
-    """What a second sandbox with the same packages adds: to the disk, and to what was downloaded."""
+    """Measure the disk space and the downloads that a second sandbox with the same packages adds."""
     with client.sandbox() as box:
         box.commands.run("true")
         before, packages = _size(data), _size(data / "cache")
@@ -72,7 +72,7 @@ def _size(top: Path) -> int:
         try:
             total += each.lstat().st_blocks * 512
         except FileNotFoundError:
-            continue  # a file of the server that came and went
+            continue  # a file of the server that was removed meanwhile
     return total
 
 

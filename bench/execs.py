@@ -1,6 +1,6 @@
-"""A command in a sandbox that already runs: at the supervisor's socket, through the API, through the SDK.
+"""A command in a running sandbox: at the supervisor's socket, through the API, and through the SDK.
 
-Beside `subprocess.run(["sh", "-c", "true"])`, which is what an agent's framework without a sandbox would do.
+Compared with `subprocess.run(["sh", "-c", "true"])`, which a framework without a sandbox would use.
 """
 
 from __future__ import annotations
@@ -57,5 +57,5 @@ async def run(progress: Progress) -> Report:
 
 
 async def _plain() -> float:
-    await asyncio.sleep(0)  # lets an interrupt in
+    await asyncio.sleep(0)  # allows an interrupt
     return peers.once(SHELL)

@@ -1,4 +1,6 @@
-"""What the benchmarks stand on: sandboxes of a provider and a running server, both gone when the block ends."""
+"""Shared setup of the benchmarks: sandboxes of a provider, and a running server. Both are removed
+when the block ends.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +29,15 @@ from carrel.providers import Handle, Launch, Provider, open_providers
 
 RUN_TRUE = request("POST", "/commands?wait=1", TRUE_BODY)
 RUN_BIN_TRUE = request("POST", "/commands?wait=1", b'{"command":["/bin/true"],"timeout":20}')
-# A zygote as the provider would start it, but without sandboxes made in advance.
+# A zygote as the provider starts it, but without spare sandboxes.
 WITHOUT_SPARES = "from carrel.isolation import zygote; zygote.SPARES = 0; zygote.main()"
 
 
 @asynccontextmanager
 async def scratch() -> AsyncIterator[Path]:
-    """A directory that goes with the block."""
+    """Make a directory that is removed with the block."""
     place = Path(tempfile.mkdtemp(prefix="carrel-bench-"))
-    place.chmod(0o755)  # sandboxes of an ordinary user must find their way to the workspaces
+    place.chmod(0o755)  # sandboxes of an ordinary user need access to the workspaces
     try:
         yield place
     finally:
@@ -43,7 +45,7 @@ async def scratch() -> AsyncIterator[Path]:
 
 
 class Sandboxes:
-    """Sandboxes straight from the namespace provider, with the limits of real use."""
+    """Sandboxes directly from the namespace provider, with limits as in real use."""
 
     def __init__(self, provider: Provider, workspaces: Path):
         self.provider = provider
@@ -52,7 +54,7 @@ class Sandboxes:
         self._alive: dict[str, Handle] = {}
 
     def workspace(self) -> Launch:
-        """An empty workspace and the order to start a sandbox on it; not part of what is measured."""
+        """Make an empty workspace and the order to start a sandbox on it. This is not measured."""
         self._count += 1
         name = f"b{self._count}"
         place = self._workspaces / name
@@ -68,14 +70,14 @@ class Sandboxes:
         return handle
 
     async def remove(self, handle: Handle) -> None:
-        """End a sandbox and drop its workspace."""
+        """Stop a sandbox and remove its workspace."""
         await self.provider.remove(handle)
         name = str(handle["id"])
         self._alive.pop(name, None)
         shutil.rmtree(self._workspaces / name, ignore_errors=True)
 
     async def remove_all(self) -> None:
-        """End every sandbox; one that will not end does not keep the others."""
+        """Stop every sandbox. A failure of one does not affect the others."""
         answers = await asyncio.gather(*map(self.remove, list(self._alive.values())), return_exceptions=True)
         for answer in answers:
             if isinstance(answer, BaseException):
@@ -83,13 +85,13 @@ class Sandboxes:
 
 
 def reach(handle: Handle) -> str:
-    """The socket of a sandbox's supervisor."""
+    """Return the socket of a sandbox's supervisor."""
     return str(handle["socket"])
 
 
 @asynccontextmanager
 async def sandboxes(*, spares: bool = True) -> AsyncIterator[Sandboxes]:
-    """A namespace provider of our own."""
+    """Run a separate namespace provider."""
     async with scratch() as place:
         run, workspaces = place / "run", place / "ws"
         run.mkdir()
@@ -101,7 +103,7 @@ async def sandboxes(*, spares: bool = True) -> AsyncIterator[Sandboxes]:
         zygote = None if spares else _zygote_without_spares(run, workspaces)
         made = Sandboxes(provider, workspaces)
         try:
-            # The first start also starts the zygote, which nobody waits for twice.
+            # The first start also starts the zygote; later starts do not.
             await made.remove(await made.start())
             yield made
         finally:
@@ -114,7 +116,7 @@ async def sandboxes(*, spares: bool = True) -> AsyncIterator[Sandboxes]:
 
 
 def _zygote_without_spares(run: Path, workspaces: Path) -> subprocess.Popen[bytes]:
-    """Put a zygote where the provider looks for one that is already there."""
+    """Start a zygote where the provider looks for a running one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(run / "zygote-namespace.sock"))
         listener.listen(8)
@@ -132,7 +134,7 @@ def _zygote_without_spares(run: Path, workspaces: Path) -> subprocess.Popen[byte
 
 
 def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
-    """Wait for the end of a process that was asked to end; kill it when it does not."""
+    """Wait for a process that was asked to end; kill it if it does not."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -141,7 +143,7 @@ def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
 
 
 async def first_command(handle: Handle, message: bytes = RUN_BIN_TRUE) -> None:
-    """Run a command on a new connection, as cheaply as an event loop can."""
+    """Run a command on a new connection, with as little overhead as an event loop allows."""
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as connection:
         await loop.sock_connect(connection, reach(handle))
@@ -158,7 +160,7 @@ async def first_command(handle: Handle, message: bytes = RUN_BIN_TRUE) -> None:
 
 @dataclass(frozen=True)
 class Server:
-    """A `carrel serve` in a process of its own."""
+    """A `carrel serve` in a separate process."""
 
     url: str
     token: str
@@ -166,19 +168,19 @@ class Server:
 
     @property
     def address(self) -> Address:
-        """Where it listens."""
+        """The host and port of the server."""
         host, _, port = self.url.removeprefix("http://").rpartition(":")
         return host, int(port)
 
     def run_true(self, sandbox_id: str) -> bytes:
-        """The request of an API client that runs `true`."""
+        """Return the request of an API client that runs `true`."""
         headers = {"authorization": f"Bearer {self.token}", "content-type": "application/json"}
         return request("POST", f"/v1/sandboxes/{sandbox_id}/commands", TRUE_BODY, headers)
 
 
 @asynccontextmanager
 async def server() -> AsyncIterator[Server]:
-    """A server with a data directory of its own; ends with the block, and its sandboxes with it."""
+    """Run a server with its own data directory. It ends with the block, and its sandboxes with it."""
     async with scratch() as place:
         data = place / "data"
         command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(data)]

@@ -1,7 +1,7 @@
-"""A call of a tool of an MCP server that is hosted in a sandbox, by the SDK and by the official client at its URL.
+"""A tool call on an MCP server that is hosted in a sandbox, through the SDK and through the official client at its URL.
 
-Beside it the official client speaks to the same server without carrel: over pipes to one that it starts itself, and, to
-tell what of the way to a URL is HTTP and the client's own, to the official server side with the same tool on loopback.
+Compared with the official client and the same server without carrel: over pipes to a server that the client starts;
+and, to show the cost of HTTP and of the client, to the official server with the same tool on loopback.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ async def _measured(server: ground.Server, box: Sandbox, file: Path, progress: P
 
 @asynccontextmanager
 async def _over_http() -> AsyncIterator[str]:
-    """The URL of the official server side, in a process of its own."""
+    """Run the official server in a separate process; yield its URL."""
     with subprocess.Popen([sys.executable, "-c", OVER_HTTP], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None

@@ -1,6 +1,6 @@
-"""Samples and what is said of them: medians, percentiles, ratios, tables, and the file the figures are kept in.
+"""Samples and their statistics: medians, percentiles, ratios, tables, and the file with the figures.
 
-Pure but for that file; knows nothing of sandboxes.
+Pure except for that file; knows nothing of sandboxes.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Figures = dict[str, float | int | str]
-"""One flat object: what a benchmark found, by the name it is known by outside."""
+"""The figures of benchmarks by their public names, as one flat object."""
 
 
 class BenchFailed(Exception):
-    """A benchmark cannot be run here, or what it measures went wrong. The text tells a person why."""
+    """A benchmark cannot run here, or failed. People read the message."""
 
 
 def median(samples: Sequence[float]) -> float:
-    """The middle of the samples."""
+    """Return the median of the samples."""
     if not samples:
         raise BenchFailed("nothing was measured")
     return statistics.median(samples)
 
 
 def percentile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least `share` percent of all samples do not exceed (nearest rank)."""
+    """Return the smallest sample that at least `share` percent of all samples do not exceed (nearest rank)."""
     if not samples:
         raise BenchFailed("nothing was measured")
     if not 0 < share <= 100:
@@ -44,26 +44,28 @@ def percentile(samples: Sequence[float], share: float) -> float:
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median by median: for many short samples that were taken turn by turn."""
+    """Return the ratio of the medians: for many short samples that were taken in turns."""
     return median(ours) / median(theirs)
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """The median of the rounds' own ratios: for few long samples, where the machine may change between rounds."""
+    """Return the median of the ratios of each round: for few long samples, where the machine may
+    change between rounds.
+    """
     if len(ours) != len(theirs):
         raise ValueError("paired samples come in equal numbers")
     return median([mine / other for mine, other in zip(ours, theirs, strict=True)])
 
 
 Contender = Callable[[], Awaitable[float]]
-"""Does one thing once and tells how much it took (or managed)."""
+"""Does one thing once and returns how much it took (or achieved)."""
 
 
 def timed(work: Callable[[], T], right: Callable[[T], bool] = lambda _result: True) -> Contender:
-    """Tells how many seconds a call took; then checks that its result is right."""
+    """Return a function that measures the seconds of a call and checks its result."""
 
     async def turn() -> float:
-        await asyncio.sleep(0)  # lets an interrupt in
+        await asyncio.sleep(0)  # allows an interrupt
         began = time.perf_counter()
         result = work()
         took = time.perf_counter() - began
@@ -74,7 +76,7 @@ def timed(work: Callable[[], T], right: Callable[[T], bool] = lambda _result: Tr
 
 
 def timed_async(work: Callable[[], Awaitable[T]], right: Callable[[T], bool]) -> Contender:
-    """The same for a coroutine function."""
+    """Do the same as `timed` for a coroutine function."""
 
     async def turn() -> float:
         began = time.perf_counter()
@@ -89,9 +91,9 @@ def timed_async(work: Callable[[], Awaitable[T]], right: Callable[[T], bool]) ->
 async def rounds(
     contenders: Mapping[str, Contender], count: int, *, warm_up: int = 0, progress: Progress | None = None
 ) -> dict[str, list[float]]:
-    """Let every contender have its turn, `count` times over.
+    """Measure every contender once per round, for `count` rounds.
 
-    The order turns by one each round, so that none is always measured in the wake of the same other one.
+    The order rotates by one each round, so that none always follows the same other one.
     """
     samples: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
@@ -111,18 +113,18 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Table:
-    """Rows of words and numbers for a person to read."""
+    """Rows of words and numbers for people."""
 
     title: str
     columns: Sequence[str]
     rows: list[tuple[str, ...]] = field(default_factory=list)
 
     def add(self, *cells: str | float | None) -> None:
-        """Add a row; None is shown as a dash."""
+        """Add a row; None becomes a dash."""
         self.rows.append(tuple(show(cell) for cell in cells))
 
     def lines(self) -> Iterable[str]:
-        """The table, words to the left and numbers to the right."""
+        """Format the table, words to the left and numbers to the right."""
         grid = [tuple(self.columns), *self.rows]
         widths = [max(len(row[column]) for row in grid) for column in range(len(self.columns))]
         yield self.title
@@ -133,7 +135,7 @@ class Table:
 
 
 def show(cell: str | float | None) -> str:
-    """A cell with as many digits as mean something."""
+    """Format a cell with its significant digits."""
     if cell is None:
         return "–"
     if isinstance(cell, str):
@@ -145,19 +147,19 @@ def show(cell: str | float | None) -> str:
 
 @dataclass
 class Report:
-    """What one benchmark hands back."""
+    """The result of one benchmark."""
 
     figures: Figures
     tables: list[Table]
 
 
 def rounded(figures: Figures) -> Figures:
-    """Four significant digits: more would only look exact."""
+    """Round to four significant digits; more would suggest a false precision."""
     return {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in figures.items()}
 
 
 def read_figures(path: Path) -> Figures:
-    """The figures kept so far; none when there are none, or when the file cannot be understood."""
+    """Read the stored figures; empty if there are none or the file is invalid."""
     try:
         kept = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -166,7 +168,7 @@ def read_figures(path: Path) -> Figures:
 
 
 def keep_figures(path: Path, figures: Figures) -> None:
-    """Put the figures with those of other benchmarks. The file is replaced whole."""
+    """Add the figures to those of other benchmarks. The file is replaced atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     merged = {**read_figures(path), **figures}
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".latest-")

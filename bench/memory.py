@@ -1,7 +1,7 @@
-"""Memory that an idle sandbox costs, with two hundred alive: proportional set size of its processes.
+"""Memory of an idle sandbox, with two hundred alive: the proportional set size of its processes.
 
-What the kernel itself holds per sandbox (about half a megabyte: network namespace, cgroup) is not in it, for carrel as
-for the peers; the cgroup's own count is shown beside it.
+The kernel's own memory per sandbox (about half a megabyte: network namespace, cgroup) is not included, neither for
+carrel nor for the peers; the count of the cgroup is shown too.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def run(progress: Progress) -> Report:
 
 
 def pss_kib(pid: int) -> int:
-    """The proportional set size of a process."""
+    """Return the proportional set size of a process."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
             for line in file:
@@ -70,13 +70,13 @@ def pss_kib(pid: int) -> int:
 
 
 def parent(pid: int) -> int:
-    """The parent of a process."""
+    """Return the parent of a process."""
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return int(file.read().rpartition(")")[2].split()[1])
 
 
-class descendants:  # noqa: N801 - read as a function: one picture of the process tree, then asked often
-    """Who descends from whom, at one moment."""
+class descendants:  # noqa: N801 - used like a function: reads the process tree once, then answers many calls
+    """The process tree at one moment."""
 
     def __init__(self) -> None:
         self._children: dict[int, list[int]] = defaultdict(list)
@@ -88,7 +88,7 @@ class descendants:  # noqa: N801 - read as a function: one picture of the proces
                     continue
 
     def __call__(self, pid: int) -> list[int]:
-        """Every process below `pid`."""
+        """Return every process below `pid`."""
         below = []
         for child in self._children.get(pid, ()):
             below += [child, *self(child)]
@@ -96,7 +96,7 @@ class descendants:  # noqa: N801 - read as a function: one picture of the proces
 
 
 def _bwrap_idle() -> float:
-    """MB of a bubblewrap that waits, with its own first process and the program in it."""
+    """Return the MB of an idle bubblewrap, with its first process and the program in it."""
     running: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(PEERS_ALIVE):

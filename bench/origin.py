@@ -1,5 +1,5 @@
-"""The server at the far end of the egress benchmarks: `/small` from memory, `/large` by sendfile. One epoll loop, so
-cheap that what is measured lies before it.
+"""The destination server of the egress benchmarks: `/small` from memory, `/large` by sendfile. It is one epoll loop, so
+cheap that the proxy dominates the measurement.
 
 `python -m bench.origin BYTES` prints its port and serves until its standard input ends.
 """
@@ -35,7 +35,7 @@ class Origin:
         self._small = _HEAD % len(SMALL) + SMALL
 
     def serve(self, until: int) -> None:
-        """Answer until the descriptor can be read."""
+        """Answer until the descriptor becomes readable."""
         self._poll.register(self._listener, select.EPOLLIN)
         self._poll.register(until, select.EPOLLIN)
         while True:
@@ -94,7 +94,7 @@ class Origin:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the server."""
     origin = Origin(int(sys.argv[1]))
     print(origin.port, flush=True)
     origin.serve(sys.stdin.fileno())

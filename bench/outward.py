@@ -1,7 +1,7 @@
-"""carrel's proxy as it runs beside a server, for one sandbox that may reach one port of loopback.
+"""carrel's proxy as it runs beside a server, for one sandbox that may connect to one port of loopback.
 
-`python -m bench.outward PORT` starts the egress process, takes what it logs as a control plane does, prints the port
-of the sandbox's way out, and serves until its standard input ends.
+`python -m bench.outward PORT` starts the egress process, receives its log as a control plane does, prints the port of
+the sandbox's proxy, and serves until its standard input ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The peers: a plain process, `unshare` with seven namespaces, bubblewrap. Each as cheap as it can be driven."""
+"""The peers: a plain process, `unshare` with seven namespaces, bubblewrap. Each is started as cheaply as possible."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE_SHOTS: dict[str, tuple[str, ...]] = {
 
 
 def require() -> None:
-    """Refuse to begin without the peers: a ratio needs both its sides."""
+    """Check that the peers are installed: a ratio needs both sides."""
     for program, package in (("bwrap", "bubblewrap"), ("unshare", "util-linux")):
         if shutil.which(program) is None:
             raise BenchFailed(f"'{program}' is not installed; get it with `apt-get install {package}`")
@@ -36,19 +36,19 @@ def require() -> None:
 
 
 def bwrap_version() -> str:
-    """The version of bubblewrap, which the ratios depend on."""
+    """Return the version of bubblewrap, on which the ratios depend."""
     return subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True).stdout.split()[-1]
 
 
 def once(command: Sequence[str]) -> float:
-    """Seconds of one run, from the call to the exit."""
+    """Return the seconds of one run, from the call to the exit."""
     began = time.perf_counter()
     subprocess.run(command, check=True)
     return time.perf_counter() - began
 
 
 def at_once(command: Sequence[str], count: int) -> float:
-    """Seconds until `count` of them, all started before any is waited for, have ended well."""
+    """Return the seconds until `count` processes, all started before any is waited for, have ended successfully."""
     running: list[subprocess.Popen[bytes]] = []
     began = time.perf_counter()
     try:
@@ -67,9 +67,9 @@ def at_once(command: Sequence[str], count: int) -> float:
 
 
 def rate(command: Sequence[str], clients: int, seconds: float) -> float:
-    """Runs per second with `clients` of them always under way.
+    """Return the runs per second with `clients` of them always running.
 
-    One loop of spawn and wait instead of threads: the driver then costs the peer next to nothing.
+    One loop of spawn and wait instead of threads, so that the driver costs the peer almost nothing.
     """
     program = shutil.which(command[0])
     if program is None:

@@ -1,7 +1,7 @@
-"""How long a decision takes: a typical command with 60 rules, the same with 10,000, and one read of the text alone.
+"""The time of a decision: a typical command with 60 rules, the same with 10,000 rules, and only reading the text.
 
-In this process, without a server: reading the text twice, finding its commands, matching rules. There is no peer to
-stand beside; the figures are milliseconds.
+Measured in this process, without a server: reading the text with two parsers, finding its commands, matching rules.
+There is no peer; the figures are milliseconds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def run(progress: Progress) -> Report:
 
 
 def _policy(count: int) -> Policy:
-    """Rules of all shapes: half share their program, some hold stars, a tenth are about files."""
+    """Make rules of all shapes: half share their program, some have stars, a tenth are about files."""
     allow = ["shell(git status:*)", "shell(grep:*)", "shell(sort:*)", "file(write:${WORKSPACE}/**)", "shell(tee:*)"]
     deny = ["shell(curl:*)", "shell(git push:*)", "file(write:/etc/**)"]
     shapes = (

@@ -1,8 +1,8 @@
-"""Python in a running sandbox through the SDK: a call beside bare starts of the interpreter, a cell beside ipykernel,
-and pandas warm beside cold.
+"""Python in a running sandbox through the SDK: a call compared with starts of the interpreter, a cell compared with
+ipykernel, and pandas warm compared with cold.
 
-ipykernel and pandas come from a virtual environment that is made for the run with `uv`, or from the one that
-`CARREL_BENCH_VENV` names. Without either (no network), what needs them is not measured.
+ipykernel and pandas come from a virtual environment that `uv` makes for the run, or from the one in
+`CARREL_BENCH_VENV`. Without either (no network), the benchmarks that need them are left out.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ async def _pandas(box: Sandbox, venv: Path, report: Report) -> None:
 
 
 def _venv(place: Path) -> Path | None:
-    """A virtual environment with ipykernel and pandas; None when it cannot be had."""
+    """Make a virtual environment with ipykernel and pandas; None if that is not possible."""
     named = os.environ.get("CARREL_BENCH_VENV")
     if named:
         return Path(named)
@@ -168,7 +168,7 @@ def _venv(place: Path) -> Path | None:
 
 
 def _archive(venv: Path) -> bytes:
-    """The environment as a tar archive that unpacks to `.venv`, with pandas to be imported ahead."""
+    """Pack the environment as a tar archive that unpacks to `.venv`, with pandas to be imported ahead."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as archive:
         archive.add(venv, ".venv", filter=lambda each: None if "/debugpy" in each.name else each)

@@ -1,7 +1,7 @@
 """Commands per second with eight clients: on one sandbox and on one each, at the socket and through the API.
 
-The clients are eight connections of a separate, cheap process (`bench.wire`). The peers are one-shots, eight always
-under way.
+The clients are eight connections of a separate, cheap process (`bench.wire`). The peers are single runs, eight at a
+time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _peer(command: Sequence[str]) -> Contender:
 
 
 def storm(p99s: dict[str, list[float]], key: str, addresses: Sequence[Address], requests: list[bytes]) -> Contender:
-    """Clients that send their requests again and again, for a while; the answers per second. Fills in the p99."""
+    """Let clients repeat their requests for a while; return the responses per second. Fills in the p99."""
     orders = json.dumps(
         {"addresses": list(addresses), "requests": [text.decode() for text in requests], "seconds": WINDOW_S}
     ).encode()

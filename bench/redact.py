@@ -1,7 +1,7 @@
-"""How fast secrets are taken out of output: 100 known values, chunks of 64 KiB, and one secret in about every megabyte.
+"""The speed of redaction: 100 known values, chunks of 64 KiB, and one secret in about every megabyte.
 
-In this process, on one core. Logs are the usual case; the other texts show what costs more: escapes, which have to be
-undone before they can be compared, and base64. There is no peer to stand beside.
+Measured in this process, on one core. Logs are the usual case. The other texts cost more: escapes, which must be
+decoded before the comparison, and base64. There is no peer.
 """
 
 from __future__ import annotations

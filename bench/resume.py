@@ -1,7 +1,7 @@
-"""From the wish to have a context back to the end of its first command, beside a fresh start.
+"""From the request to resume a context to the end of its first command, compared with a new context.
 
-Through the control plane, with the volumes and the archive a server has by default: a new context, and one with a small
-workspace that was stopped before.
+Measured through the control plane, with the default volumes and archive of a server: a new context, and one with a
+small workspace that was stopped before.
 """
 
 from __future__ import annotations

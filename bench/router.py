@@ -1,8 +1,8 @@
-"""Calls of Python without a context beside the same calls in contexts: one after the other through the SDK, and with
-eight clients of mixed environments.
+"""Calls of Python without a context, compared with the same calls in contexts: one after the other through the SDK, and
+with eight clients of mixed environments.
 
-Half of the clients use the system's Python, the others two environments of a small package each; where nothing can be
-installed (no network) all use the system's. The clients are eight connections of a separate, cheap process.
+Half of the clients use the system's Python, the others two environments of a small package each; without a network all
+use the system's Python. The clients are eight connections of a separate, cheap process.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ async def _many(
 
 
 def _environments(client: Client) -> list[str | None]:
-    """What each of the clients uses."""
+    """Return the environment of each client."""
     try:
         with client.sandbox() as box:
             names = [box.envs.attach([package]).name for package in PACKAGES]

@@ -1,6 +1,6 @@
-"""Snapshots of a workspace of 1 GB in 20,000 files, beside `tar | zstd -1` of the same tree on the same disk.
+"""Snapshots of a workspace of 1 GB in 20,000 files, compared with `tar | zstd -1` of the same tree on the same disk.
 
-`CARREL_BENCH_MB` makes it smaller. Before each thing that is timed, everything written so far is on the disk.
+`CARREL_BENCH_MB` makes the workspace smaller. Everything written so far is on the disk before each measurement.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _run(place: Path, progress: Progress) -> Report:
 
 def _timed(work: Callable[[], object]) -> float:
     os.sync()
-    time.sleep(FRESH_S)  # past the moment in which a change would not show in a file's times
+    time.sleep(FRESH_S)  # wait until a change is visible in a file's times
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
@@ -96,7 +96,7 @@ def _shell(command: str) -> None:
 
 
 def build(root: str, files: int, total: int) -> list[str]:
-    """A tree of mixed sizes, half of it text and half of it noise; the paths of its files."""
+    """Make a tree of mixed sizes, half text and half random bytes; return the paths of its files."""
     rng = random.Random(1)
     words = [bytes(rng.choices(b"abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 10))) for _ in range(2000)]
     sources = (b" ".join(rng.choices(words, k=400_000)), rng.randbytes(4 << 20))
@@ -135,14 +135,14 @@ def _restores(place: Path, driver: VolumeDriver, archive: Path) -> tuple[list[fl
         def restore(number: int = number) -> None:
             ours.append(_timed(lambda: driver.restore(f"r{number}", "first")))
 
-        # In turns, and nothing is removed meanwhile: ext4 is slow to make files where many were just deleted.
+        # In turns, without removals in between: ext4 creates files slowly where many were just deleted.
         for work in (extract, restore) if number % 2 == 0 else (restore, extract):
             work()
     return ours, theirs
 
 
 def _directory_forks(place: Path) -> float:
-    """Every fork is a live copy on the disk; what is stored is what its snapshots add."""
+    """Measure forks as copies on the disk; only their snapshots add to the storage."""
     driver = DirectoryDriver(str(place / "forks"))
     driver.open()
     driver.create("w", None)

@@ -1,7 +1,7 @@
-"""From the request for a sandbox to the end of its first command, beside one-shot peers.
+"""From the request for a sandbox to the end of its first command, compared with single runs of the peers.
 
-`provider.start()` and `/bin/true` over the supervisor's socket, with memory and process limits on; and the same with 20
-masks, 18 programs that cannot be run and two places that cannot be read. The peers run `/bin/true` and nothing else.
+Measured: `provider.start()` and `/bin/true` over the supervisor's socket, with memory and process limits; and the same
+with 20 masks, 18 programs that cannot run and two paths that cannot be read. The peers only run `/bin/true`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROGRAMS = tuple(
     "base32 base64 cksum comm csplit cut expand factor fmt fold join nl numfmt paste pr ptx shred split".split()  # noqa: SIM905
 )
 SETTLE_S = 0.008
-"""Between turns: what the one before has left to the kernel, or a spare being made, belongs to nobody's time."""
+"""Pause between turns, so that cleanup of the last turn and the making of spares are not measured."""
 
 
 async def run(progress: Progress) -> Report:
@@ -65,7 +65,7 @@ def _peer(command: Sequence[str]) -> Contender:
 
 
 def _masks() -> Masks:
-    """Of what is there: a mask of a program that is not costs nothing."""
+    """Choose programs that exist: a mask of a missing program costs nothing."""
     if missing := [name for name in PROGRAMS if shutil.which(name) is None]:
         raise BenchFailed(f"'{missing[0]}' is not installed, so that it cannot be masked")
     return Masks(programs=PROGRAMS, hidden=("/etc/hosts", "/usr/share"))

@@ -1,4 +1,6 @@
-"""Megabytes per second: a command's output, files down and up; at the socket and through the SDK, beside a pipe."""
+"""Megabytes per second of a command's output and of files down and up, at the socket and through the SDK, compared with
+a pipe.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from carrel.models import MAX_OUTPUT_BYTES
 
 SIZE = MAX_OUTPUT_BYTES
 ROUNDS = 4
-# Lines of text, as programs write them: zeros would grow sixfold as JSON and measure that alone.
+# Lines of text, as programs write them: zeros would grow sixfold as JSON, and only that would be measured.
 TEXT = f"yes {'carrel ' * 11} | head -c {SIZE}"
 MB = 1e6
 
@@ -30,7 +32,7 @@ async def run(progress: Progress) -> Report:
         wire = Wire(ground.reach(await boxes.start()))
         with Client(server.url, server.token) as client, client.sandbox() as box:
             try:
-                # Whoever reads needs a file that is there, and all later rounds replace one.
+                # Reading needs an existing file, and all later rounds replace one.
                 _upload(wire, content)
                 box.files.write("big", content)
                 contenders: dict[str, Contender] = {
@@ -91,7 +93,7 @@ def _make_source(place: Path) -> None:
 
 
 def _copy(place: Path) -> int:
-    # Read and written, not cloned: what the others have to do as well.
+    # Read and write instead of cloning, as the others do.
     with (place / "source").open("rb") as source, (place / "copy").open("wb") as copy:
         shutil.copyfileobj(source, copy, 1 << 20)
         return copy.tell()
@@ -101,7 +103,7 @@ def _output(wire: Wire) -> int:
     body = json.dumps({"command": TEXT, "output_limit": SIZE, "timeout": 60}).encode()
     command = json.loads(wire.call(request("POST", "/commands", body)))["id"]
     _got, tail = wire.drain(request("GET", f"/commands/{command}/output?offset=0&follow=1"), chunked=True)
-    # The end frame is the object that tells how much was written and how much of it was dropped.
+    # The end frame has the number of bytes written and dropped.
     end = json.loads(tail[tail.rindex(b'{"') : tail.rindex(b"}") + 1])
     wire.call(request("DELETE", f"/commands/{command}"))
     if end["exit_code"] != 0:

@@ -1,8 +1,8 @@
-"""A load generator of tunnels: some are held open and idle, and new ones come at a fixed rate, whatever becomes of
-those before. For the egress benchmark alone.
+"""A load generator of tunnels: some stay open and idle, and new ones start at a fixed rate, independent of the earlier
+ones. Only for the egress benchmark.
 
-`python -m bench.tunnels` reads its orders as JSON from standard input and answers in JSON. A latency is counted from
-the moment the connection was due, so that waiting for a slow proxy counts too.
+`python -m bench.tunnels` reads its orders as JSON from standard input and answers in JSON. A latency counts from the
+moment the connection was due, so that waiting for a slow proxy counts too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _END = SMALL[-3:]
 
 
 class Orders(TypedDict):
-    """What to do."""
+    """The load to generate."""
 
     proxy: list[str | int]
     origin: list[str | int]
@@ -34,7 +34,7 @@ class Orders(TypedDict):
 
 
 class Findings(TypedDict, total=False):
-    """What came of it."""
+    """The results."""
 
     error: str
     requests: int
@@ -44,17 +44,17 @@ class Findings(TypedDict, total=False):
 
 
 def connect_head(host: str, port: int) -> bytes:
-    """What opens a tunnel."""
+    """Return the request that opens a tunnel."""
     return f"CONNECT {host}:{port} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
 
 
 def small_request(host: str, port: int) -> bytes:
-    """What is asked inside."""
+    """Return the request inside the tunnel."""
     return request("GET", "/small").replace(b"host: 127.0.0.1", f"host: {host}:{port}".encode())
 
 
 def open_tunnel(proxy: tuple[str, int], head: bytes) -> socket.socket:
-    """A tunnel through a proxy; blocks."""
+    """Open a tunnel through a proxy; blocks."""
     connection = socket.create_connection(proxy)
     try:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -67,7 +67,7 @@ def open_tunnel(proxy: tuple[str, int], head: bytes) -> socket.socket:
 
 
 def expect(kept: bytes, data: bytes, end: bytes) -> bytes | None:
-    """What is there so far; None when it has come to its end. Raises when it is no success."""
+    """Return the bytes so far; None at the end of the response. Raises if it is not a success."""
     got = kept + data
     if not data or not got.startswith(b"HTTP/1.1 200"[: len(got)]):
         raise BenchFailed(f"a tunnel failed: {got[:300].decode(errors='replace') or 'it was cut'}")
@@ -87,7 +87,7 @@ class _Load:
         self.took: list[float] = []
 
     def run(self, idle: int, rate: int, seconds: float) -> float:
-        """How long it took."""
+        """Generate the load; return how many seconds it took. `took` has the latencies."""
         held = [open_tunnel(self._proxy, self._head) for _ in range(idle)]
         for each in held:
             self._ask(each)
@@ -105,7 +105,7 @@ class _Load:
             for number, _event in self._poll.poll(wait):
                 self._go_on(number)
         took = time.perf_counter() - began
-        for each in held:  # they must have outlived it
+        for each in held:  # they must still be open
             self._ask(each)
             each.close()
         return took
@@ -147,7 +147,7 @@ class _Load:
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the load generator."""
     orders: Orders = json.load(sys.stdin)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 65536)), hard))

@@ -1,7 +1,7 @@
-"""What it costs to know how much every workspace holds, as the janitor asks every 30 seconds for 200 of them.
+"""The cost of measuring the size of every workspace, as the janitor does every 30 seconds for 200 of them.
 
-Counted is processor time, the kernel's included, as a share of one core. Walking is linear in the number of files: a
-quarter of the workspaces is built and each is walked four times.
+Measured in processor time, including the kernel's, as a share of one core. Walking is linear in the number of files: a
+quarter of the workspaces is built, and each is walked four times.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _run(place: Path, progress: Progress) -> Report:
     drivers: list[tuple[VolumeDriver, int, int]] = [(DirectoryDriver(str(place / "plain")), _BUILT, FILES)]
     btrfs = BtrfsDriver(str(place / "pool"), pool_bytes=1 << 30)
     if btrfs.missing() is None:
-        drivers.append((btrfs, WORKSPACES, 3))  # the kernel counts: what is in them makes no difference
+        drivers.append((btrfs, WORKSPACES, 3))  # the kernel counts, so their content does not matter
     found: dict[str, float] = {}
     for number, (driver, volumes, files) in enumerate(drivers):
         driver.open()
@@ -51,7 +51,7 @@ def _run(place: Path, progress: Progress) -> Report:
 
 
 def _round(driver: VolumeDriver, volumes: int, files: int) -> float:
-    """Processor seconds to read the usage of all workspaces once."""
+    """Return the processor seconds to read the usage of all workspaces once."""
     for volume in range(volumes):
         driver.create(f"v{volume}", 1 << 30)
         for number in range(files):

@@ -1,7 +1,7 @@
-"""The least HTTP that will do: a client so cheap that what is measured is the server. For benchmarks alone.
+"""Minimal HTTP: a client so cheap that the server dominates the measurement. Only for benchmarks.
 
-`python -m bench.wire` is a load generator in a process of its own: one epoll loop, one request under way on each
-connection. It reads its orders as JSON from standard input and answers in JSON.
+`python -m bench.wire` is a load generator in a separate process: one epoll loop, one open request on each connection.
+It reads its orders as JSON from standard input and answers in JSON.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LARGE = 1 << 20
 
 
 def dial(address: Address) -> socket.socket:
-    """A connection."""
+    """Open a connection."""
     unix = isinstance(address, str)
     connection = socket.socket(socket.AF_UNIX if unix else socket.AF_INET)
     try:
@@ -41,7 +41,7 @@ def dial(address: Address) -> socket.socket:
 def request(
     method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None, length: int | None = None
 ) -> bytes:
-    """The bytes of a request. `length` announces a body that is sent by other means."""
+    """Return the bytes of a request. `length` announces a body that is sent separately."""
     lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1"]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     lines += [f"content-length: {len(body) if length is None else length}", "", ""]
@@ -49,7 +49,7 @@ def request(
 
 
 def answer_size(data: bytes) -> int | None:
-    """How long the whole answer is, as soon as its head is there."""
+    """Return the size of the whole response, as soon as its head is there."""
     end = data.find(b"\r\n\r\n")
     if end < 0:
         return None
@@ -60,25 +60,25 @@ def answer_size(data: bytes) -> int | None:
 
 
 def body_of(data: bytes, wanted: bytes = b"HTTP/1.1 2") -> bytes:
-    """The body of a whole answer; raises when it is not a success."""
+    """Return the body of a whole response; raises if it is not a success."""
     if not data.startswith(wanted):
         raise BenchFailed(f"a request failed: {data[:500].decode(errors='replace')}")
     return data[data.index(b"\r\n\r\n") + 4 :]
 
 
 class Wire:
-    """One keep-alive connection that blocks."""
+    """One blocking keep-alive connection."""
 
     def __init__(self, address: Address):
         self._socket = dial(address)
 
     def call(self, message: bytes) -> bytes:
-        """Send a request, get the body of the answer."""
+        """Send a request; return the body of the response."""
         self._socket.sendall(message)
         return self.receive()
 
     def receive(self) -> bytes:
-        """The body of the next answer."""
+        """Return the body of the next response."""
         data = self._socket.recv(LARGE)
         size = None
         while data:
@@ -98,9 +98,10 @@ class Wire:
         return self.receive()
 
     def drain(self, message: bytes, *, chunked: bool) -> tuple[int, bytes]:
-        """Send a request and count the bytes of a large answer without keeping them; also its last bytes.
+        """Send a request and count the bytes of a large response without storing them; also return its last bytes.
 
-        A chunked answer is known to have ended by its last bytes, which is enough for output without carriage returns.
+        The end of a chunked response is recognised by its last bytes, which is enough for output without carriage
+        returns.
         """
         self._socket.sendall(message)
         buffer = bytearray(LARGE)
@@ -122,12 +123,12 @@ class Wire:
         return got, tail
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._socket.close()
 
 
 class Orders(TypedDict):
-    """What a load generator is to do: connection `n` sends its request again and again."""
+    """The load to generate: connection `n` repeats its request."""
 
     addresses: list[str] | list[list[str | int]]
     requests: list[str]
@@ -135,7 +136,7 @@ class Orders(TypedDict):
 
 
 def storm(addresses: list[Address], requests: list[bytes], seconds: float) -> list[float]:
-    """Keep one request under way on every connection for that long; the latency of each, in seconds."""
+    """Keep one request open on every connection for the given time; return the latency of each, in seconds."""
     poll = select.epoll()
     connections: dict[int, socket.socket] = {}
     messages: dict[int, bytes] = {}
@@ -178,7 +179,7 @@ def storm(addresses: list[Address], requests: list[bytes], seconds: float) -> li
 
 
 def main() -> None:
-    """Entry point of the load generator."""
+    """Run the load generator."""
     orders: Orders = json.load(sys.stdin)
     addresses: list[Address] = [
         where if isinstance(where, str) else (str(where[0]), int(where[1])) for where in orders["addresses"]

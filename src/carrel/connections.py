@@ -1,7 +1,7 @@
-"""Bounds what a connection may cost before its caller is known: the size of a request's head, the time it may take, and
-the number of open connections. The HTTP servers of carrel are built on these protocols.
+"""Limits for connections whose caller is not authenticated yet: the size of a request's head, its time, and the number
+of open connections. The HTTP servers of carrel are built on these protocols.
 
-Knows no route and no token. The application calls `mark_authenticated` when the caller has shown a valid token.
+Knows no route and no token. The application calls `mark_authenticated` when the caller has sent a valid token.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, TooLarge
 log = logging.getLogger("carrel.connections")
 
 MAX_HEAD = 32 * 1024
-"""Bytes of a request line with its headers; also of trailers, and of a chunk's extensions."""
+"""The most bytes of a request line with its headers, of trailers, and of a chunk's extensions."""
 MAX_FIELDS = 100
 MAX_PIPELINED = 16
-"""Requests that one connection may send ahead of the answers."""
+"""The most requests that one connection may send before their responses."""
 HEAD_S = 10.0
-"""How long the head of a request may take, from its first byte."""
+"""The most seconds for the head of a request, from its first byte."""
 UNKNOWN_S = 20.0
-"""How long a connection may stay whose caller has shown no valid token."""
+"""The most seconds for a connection without a valid token."""
 MAX_CONNECTIONS = 16_384
 MAX_UNKNOWN = 2048
 _SLICE = 8 * 1024
-"""The parser is fed in pieces of this size, so that it never holds much more than a head may have."""
+"""The parser gets pieces of this size, so that it never buffers much more than the largest head."""
 _STATE = "carrel.connection"
 
 
 def connections_allowed() -> int:
-    """How many connections a server may hold: half of this process's descriptors. The other half is for sandboxes, the
+    """Return the most connections of a server: half of this process's descriptors. The other half is for sandboxes, the
     database and outbound connections.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -50,7 +50,9 @@ def connections_allowed() -> int:
 
 
 class Connection:
-    """One open connection, also after it became a WebSocket. Its caller is unknown until `authenticated` is called."""
+    """One open connection, also after its upgrade to a WebSocket. Its caller is unknown until `authenticated` is
+    called.
+    """
 
     def __init__(self, connections: Connections, transport: asyncio.Transport):
         self._connections = connections
@@ -58,40 +60,40 @@ class Connection:
         self._deadline: asyncio.TimerHandle | None = None
         self._prolonged = False
         self.answering = False
-        """Whether a request has come whole and waits for its answer."""
+        """Whether a complete request waits for its response."""
         self.peer = _peer(transport)
 
     def authenticated(self) -> None:
-        """The caller has shown a valid token: from now on the connection may stay."""
+        """Record that the caller has sent a valid token: the connection has no deadline any more."""
         self._stop_deadline()
         self._connections.now_known(self)
 
     def begin(self) -> None:
-        """A request begins."""
+        """Record that a request begins."""
         self._connections.now_busy(self)
 
     def answered(self) -> None:
-        """The last request was answered."""
+        """Record that the last request was answered."""
         self.answering = False
         self._connections.now_idle(self)
 
     def closed(self) -> None:
-        """The connection is gone."""
+        """Record that the connection was closed."""
         self._stop_deadline()
         self._connections.remove(self)
 
     def abort(self) -> None:
-        """Close at once, whatever was not sent yet."""
+        """Close at once; unsent data is dropped."""
         self.closed()
         self._transport.abort()
 
     def start_deadline(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
-        """Close the connection when its caller is still unknown after so many seconds."""
+        """Close the connection if its caller is still unknown after these seconds."""
         self._deadline = loop.call_later(seconds, self._expired, loop, seconds)
 
     def _expired(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
         if self.answering and not self._prolonged:
-            # The caller has done its part, and the server is slow: an answer gets the same time once more.
+            # The caller has sent a complete request, and the server is slow: the response gets the same time again.
             self._prolonged = True
             self.start_deadline(loop, seconds)
         else:
@@ -106,9 +108,9 @@ class Connection:
 class Connections:
     """The open connections of one server.
 
-    At most `most` are open, and at most `most_unknown` of them have an unknown caller. Whoever comes when these are
-    used up is let in, and the oldest connection with an unknown caller is closed: of the same peer when that peer has
-    more than its share, else of any. So connections that only wait cannot keep out a caller with a token.
+    At most `most` are open, and at most `most_unknown` of them have an unknown caller. When a limit is reached, a new
+    connection replaces the oldest one with an unknown caller: one of the same peer if that peer has more than its
+    share, otherwise one of any peer. So idle connections cannot keep out a caller with a token.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Connections:
         self.most_unknown = min(MAX_UNKNOWN, max(4, most // 2)) if most_unknown is None else most_unknown
         self.head_s = head_s
         self.unknown_s = unknown_s
-        # A batch of this size can be accepted before any of its requests is read: it must not push all others out.
+        # A batch of this size can be accepted before any of its requests is read. It must not replace all others.
         self.backlog = max(1, min(1024, self.most_unknown // 2))
         self._unknown: dict[Connection, None] = {}
         self._by_peer: dict[str, dict[Connection, None]] = {}
@@ -135,20 +137,20 @@ class Connections:
 
     @property
     def unknown(self) -> int:
-        """How many have an unknown caller."""
+        """The number of connections with an unknown caller."""
         return len(self._unknown)
 
     def add(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> Connection | None:
-        """Take a new connection; None when every other one is at work for a known caller, so that none can make way."""
+        """Add a new connection; None if all others are busy for known callers, so that none can be replaced."""
         new = Connection(self, transport)
-        if (len(self._unknown) >= self.most_unknown or len(self) >= self.most) and not self._make_way(new.peer):
+        if (len(self._unknown) >= self.most_unknown or len(self) >= self.most) and not self._close_oldest(new.peer):
             return None
         self._unknown[new] = None
         self._by_peer.setdefault(new.peer, {})[new] = None
         new.start_deadline(loop, self.unknown_s)
         return new
 
-    def _make_way(self, peer: str) -> bool:
+    def _close_oldest(self, peer: str) -> bool:
         of_peer = self._by_peer.get(peer, {})
         share = self.most_unknown // (len(self._by_peer) + (not of_peer))
         candidates = of_peer if of_peer and len(of_peer) >= share else self._unknown or self._idle
@@ -159,21 +161,21 @@ class Connections:
         return True
 
     def now_known(self, connection: Connection) -> None:
-        """The caller of a connection is known."""
+        """Record that the caller of a connection is authenticated."""
         if self._forget_unknown(connection):
             self._known.add(connection)
 
     def now_busy(self, connection: Connection) -> None:
-        """A connection has a request to answer."""
+        """Record that a connection has a request to answer."""
         self._idle.pop(connection, None)
 
     def now_idle(self, connection: Connection) -> None:
-        """A connection has nothing to answer."""
+        """Record that a connection has no request to answer."""
         if connection in self._known:
             self._idle[connection] = None
 
     def remove(self, connection: Connection) -> None:
-        """A connection is gone."""
+        """Remove a closed connection."""
         self._forget_unknown(connection)
         self._known.discard(connection)
         self._idle.pop(connection, None)
@@ -190,19 +192,19 @@ class Connections:
 
 
 def mark_authenticated(scope: MutableMapping[str, Any]) -> None:
-    """The caller of a request has shown a valid token. Does nothing under another server than carrel's."""
+    """Record that the caller of a request has sent a valid token. Does nothing if the server is not carrel's."""
     connection = of_scope(scope)
     if connection is not None:
         connection.authenticated()
 
 
 def of_scope(scope: MutableMapping[str, Any]) -> Connection | None:
-    """The connection that a request came by; None under another server than carrel's."""
+    """Return the connection of a request; None if the server is not carrel's."""
     return cast("Connection | None", scope.get("state", {}).get(_STATE))
 
 
 def _peer(transport: asyncio.Transport) -> str:
-    """Whose connection it is: an address, or of IPv6 the network that one host can have all to itself."""
+    """The peer of a connection: an IPv4 address, or an IPv6 network of the size that one host can have."""
     address = transport.get_extra_info("peername")
     host = address[0] if isinstance(address, tuple) else ""
     if ":" not in host:
@@ -214,7 +216,7 @@ def _peer(transport: asyncio.Transport) -> str:
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, with bounds on everything that a caller can make it hold or wait for."""
+    """uvicorn's protocol, with limits on everything that a caller can make it store or wait for."""
 
     def __init__(
         self,
@@ -234,20 +236,20 @@ class HttpProtocol(HttpToolsProtocol):
         self._refusal: CarrelError | None = None
         self._in_head = True
         self._unparsed = 0
-        """Bytes since the parser last came to the end of a head, to a part of a body or to the end of a request."""
+        """Bytes since the end of the last head, part of a body or request that the parser has reported."""
         self._head_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection, or refuse it when there are too many."""
+        """Accept the connection, or refuse it if there are too many."""
         super().connection_made(transport)
         self._connection = self._connections.add(transport, self.loop)
         if self._connection is None:
-            self._refuse(LimitExceeded("the server has too many open connections", hint="ask again soon"), 503)
+            self._refuse(LimitExceeded("the server has too many open connections", hint="try again soon"), 503)
             return
         self.app_state = {**self.app_state, _STATE: self._connection}
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection, and tell the request at work: uvicorn tells only the last one that came."""
+        """Forget the connection, and notify the running request: uvicorn notifies only the last one that arrived."""
         self._stop_head_deadline()
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
@@ -257,7 +259,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, in small pieces."""
+        """Parse the data in small pieces."""
         for start in range(0, len(data), _SLICE):
             piece = data[start : start + _SLICE]
             self._unparsed += len(piece)
@@ -275,7 +277,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _head_expired(self) -> None:
         self._head_deadline = None
-        slow = InvalidRequest("the head of the request did not come in time", field="head", hint="ask again")
+        slow = InvalidRequest("the head of the request did not arrive in time", field="head", hint="try again")
         self._refuse(slow, 408)
 
     def _stop_head_deadline(self) -> None:
@@ -284,17 +286,17 @@ class HttpProtocol(HttpToolsProtocol):
             self._head_deadline = None
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Note a header or a trailer."""
+        """Count a header or a trailer."""
         if len(self.headers) >= MAX_FIELDS:
             self._refusal = _head_too_large()
             raise self._refusal
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin with a request."""
+        """Start a request."""
         self._in_head, self._unparsed = False, 0
         if len(self.pipeline) >= MAX_PIPELINED:
-            raise LimitExceeded("too many requests were sent ahead of their answers")
+            raise LimitExceeded("too many requests were sent before their responses")
         super().on_headers_complete()
         if self._connection is not None:
             self._connection.begin()
@@ -304,19 +306,19 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
-        """Note a part of the body."""
+        """Reset the count of unparsed bytes."""
         self._unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that a request has come whole."""
+        """Record that a request is complete."""
         self._in_head, self._unparsed = True, 0
         if self._connection is not None and self._unanswered():
             self._connection.answering = True
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Go on with the next request."""
+        """Continue with the next request."""
         super().on_response_complete()
         if self._connection is not None and not self._unanswered():
             self._connection.answered()
@@ -330,14 +332,14 @@ class HttpProtocol(HttpToolsProtocol):
         try:
             super().handle_websocket_upgrade()
         except Exception as error:
-            # The library raises errors of many kinds for a head that it cannot read.
+            # The library raises many kinds of errors for a head that it cannot parse.
             log.info("a WebSocket could not be opened: %s", type(error).__name__)
         socket = cast(WebSocketProtocol, self._websocket)
-        if not socket.handshake_initiated:  # or it only remembers that it could not read the head
+        if not socket.handshake_initiated:  # the library may also fail to parse the head without raising
             self.connections.discard(socket)
             self.connections.add(self)
             self.transport.set_protocol(self)
-            wrong = "this is no valid WebSocket request: a header of it is malformed or longer than 8 KB"
+            wrong = "this is not a valid WebSocket request: a header is malformed or longer than 8 KB"
             self._refuse(InvalidRequest(wrong, field="head", hint="see /docs"), 400)
 
     def _make_websocket(self, **arguments: Any) -> WebSocketProtocol:
@@ -345,14 +347,14 @@ class HttpProtocol(HttpToolsProtocol):
         return self._websocket
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what the parser cannot read, or what a callback above refused."""
+        """Refuse a request that the parser or a callback above refused."""
         if self._refusal is not None:
             self._refuse(self._refusal, 431)
         else:
-            self._refuse(InvalidRequest("this is no valid HTTP request", field="head", hint="speak HTTP/1.1"), 400)
+            self._refuse(InvalidRequest("this is not a valid HTTP request", field="head", hint="use HTTP/1.1"), 400)
 
     def _refuse(self, error: CarrelError, status: int) -> None:
-        """Answer and close. Only close when the answer could be taken for that of an earlier request."""
+        """Send the error and close. Only close if the error could be taken for the response to an earlier request."""
         if self.transport.is_closing():
             return
         if self._unanswered() and (self.cycle.response_started or self.pipeline):
@@ -367,10 +369,10 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's protocol; the connection is still counted."""
+    """uvicorn's protocol for WebSockets. The connection still counts."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take over the connection: the caller has asked, and waits."""
+        """Take over the connection, whose caller waits for a response."""
         super().connection_made(transport)
         self.app_state[_STATE].answering = True
 
@@ -381,13 +383,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
 
 def http_protocol(connections: Connections) -> type[asyncio.Protocol]:
-    """What makes the protocol of each connection, for uvicorn's option `http`; it is only ever called."""
+    """Return the factory of protocols for uvicorn's option `http`, which expects a class but only calls it."""
     return cast("type[asyncio.Protocol]", partial(HttpProtocol, connections))
 
 
 def _head_too_large() -> TooLarge:
     return TooLarge(
-        f"the head of a request has at most {MAX_HEAD} bytes and {MAX_FIELDS} fields",
+        f"the head of a request may have at most {MAX_HEAD} bytes and {MAX_FIELDS} fields",
         field="head",
-        hint="send what is long in the body",
+        hint="send long values in the body",
     )

@@ -1,13 +1,13 @@
-"""The error tree of carrel, and the one table that turns an error into a problem answer and back.
+"""The error tree of carrel, and the conversion of errors to problem objects and back.
 
     CarrelError
-    ├── InvalidRequest          400  the request names something impossible; `field` says what
+    ├── InvalidRequest          400  the request is invalid; `field` names the wrong part
     │   ├── UnknownSetting      400
     │   ├── InvalidPath         400  a path that leaves the workspace or cannot exist
     │   └── TooLarge            413
     ├── Unauthorized            401
-    ├── Denied                  403  policy says no; `.rule`, `.reason`
-    │   └── ApprovalNeeded      403  a person has to decide first; `.approval` is the handle
+    ├── Denied                  403  policy denies the operation; `.rule`, `.reason`
+    │   └── ApprovalNeeded      403  a person has to decide first; `.approval` is the id
     ├── NotFound                404
     │   └── FileMissing         404
     ├── Conflict                409
@@ -15,18 +15,18 @@
     │   ├── EditMismatch        409  the text to replace is absent or not unique
     │   ├── NotRunning          409
     │   └── RunsElsewhere       409  another server on the same database has the session; `node`
-    ├── Unsupported             422  a capability the provider or host lacks
+    ├── Unsupported             422  the provider or the host lacks a capability
     ├── LimitExceeded           429  a quota or a capacity is used up
-    ├── McpServerFailed         502  an MCP server died, would not start, or does not speak the protocol
-    ├── CommandFailed           —    only with `check=True`; a non-zero exit is otherwise a result
-    └── PlatformError           500  carrel itself or its host failed; never a command's result
+    ├── McpServerFailed         502  an MCP server died, did not start, or broke the protocol
+    ├── CommandFailed           —    only with `check=True`; otherwise a non-zero exit code is a result
+    └── PlatformError           500  carrel itself or its host failed; never the result of a command
         ├── ProviderUnavailable 503
-        ├── ArchiveUnavailable  503  the archive's storage cannot be reached
-        ├── SnapshotDamaged     500  stored content is missing or not what it was
-        ├── SandboxLost         502  the sandbox died or answered nonsense
+        ├── ArchiveUnavailable  503  the archive's storage does not answer
+        ├── SnapshotDamaged     500  stored content is missing or has changed
+        ├── SandboxLost         502  the sandbox died or sent an invalid response
         └── ServerUnreachable   503
 
-Errors cross process borders as codes from this closed table, never as class names. Knows nothing else of carrel.
+Errors cross process borders as codes of this table, never as class names. This module imports nothing of carrel.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Problem = dict[str, Any]
 
 
 class CarrelError(Exception):
-    """Base of everything carrel raises: what happened (`detail`), where (`field`), what to do (`hint`)."""
+    """Base of all errors of carrel: what happened (`detail`), where (`field`), what to do (`hint`)."""
 
     code: ClassVar[str] = "carrel_error"
     status: ClassVar[int] = 500
@@ -55,7 +55,7 @@ class CarrelError(Exception):
         return f"{self.detail} ({self.hint})" if self.hint else self.detail
 
     def problem(self) -> Problem:
-        """The RFC 9457 problem object that every protocol shows for this error."""
+        """Convert the error to a problem object (RFC 9457)."""
         body: Problem = {
             "type": f"urn:carrel:problem:{self.code}",
             "title": self.title,
@@ -72,7 +72,7 @@ class CarrelError(Exception):
 
 
 class InvalidRequest(CarrelError):
-    """The request names something impossible."""
+    """The request is invalid."""
 
     code, status, title = "invalid_request", 400, "The request is not valid"
 
@@ -96,13 +96,13 @@ class TooLarge(InvalidRequest):
 
 
 class Unauthorized(CarrelError):
-    """No token, or a wrong one."""
+    """There is no token, or an invalid one."""
 
     code, status, title = "unauthorized", 401, "A valid token is needed"
 
 
 class Denied(CarrelError):
-    """Policy says no."""
+    """Policy denies the operation."""
 
     code, status, title = "denied_by_policy", 403, "Denied by policy"
 
@@ -113,23 +113,23 @@ class Denied(CarrelError):
 
     @property
     def reason(self) -> str:
-        """Why, in words for the agent."""
+        """The reason, for the agent."""
         return _text(self.extra.get("reason")) or self.detail
 
 
 class ApprovalNeeded(Denied):
-    """A person has to decide first. Ask again with the handle once it is approved: it then runs once."""
+    """A person has to decide first. After the approval, repeat the request with its id; it then runs once."""
 
     code, title = "approval_needed", "A person has to decide"
 
     @property
     def approval(self) -> str | None:
-        """The id of the approval that waits."""
+        """The id of the pending approval."""
         return _text(self.extra.get("approval"))
 
 
 class NotFound(CarrelError):
-    """The named thing does not exist."""
+    """Something that the request names does not exist."""
 
     code, status, title = "not_found", 404, "Not found"
 
@@ -141,13 +141,13 @@ class FileMissing(NotFound):
 
 
 class Conflict(CarrelError):
-    """The thing is not in a state that allows this."""
+    """The current state does not allow the operation."""
 
     code, status, title = "conflict", 409, "Not possible in this state"
 
 
 class AlreadyExists(Conflict):
-    """Something of that name exists."""
+    """Something with this name exists already."""
 
     code, title = "already_exists", "Already exists"
 
@@ -171,7 +171,7 @@ class RunsElsewhere(Conflict):
 
 
 class Unsupported(CarrelError):
-    """A capability the provider or the host lacks."""
+    """The provider or the host lacks a capability."""
 
     code, status, title = "unsupported", 422, "Not supported here"
 
@@ -183,49 +183,49 @@ class LimitExceeded(CarrelError):
 
 
 class McpServerFailed(CarrelError):
-    """An MCP server died, would not start, or does not speak the protocol. Not a failure of carrel."""
+    """An MCP server died, did not start, or broke the protocol. This is not a failure of carrel."""
 
     code, status, title = "mcp_server_failed", 502, "The MCP server failed"
 
 
 class PlatformError(CarrelError):
-    """carrel itself or its host failed; never a command's result."""
+    """carrel itself or its host failed; never the result of a command."""
 
     code, status, title = "platform_error", 500, "carrel failed"
 
 
 class ProviderUnavailable(PlatformError):
-    """No provider that is available meets what was asked."""
+    """No available provider meets the request."""
 
     code, status, title = "provider_unavailable", 503, "No suitable provider is available"
 
 
 class ArchiveUnavailable(PlatformError):
-    """The storage of the archive cannot be reached or refuses; what is there stays as it was."""
+    """The storage of the archive does not answer or refuses the request. The archive is unchanged."""
 
     code, status, title = "archive_unavailable", 503, "The archive cannot be reached"
 
 
 class SnapshotDamaged(PlatformError):
-    """Stored content is missing or is not what it was; `objects` in `extra` names what is damaged."""
+    """Stored content is missing or has changed; `objects` in `extra` names the damaged objects."""
 
     code, title = "snapshot_damaged", "The snapshot is damaged"
 
 
 class SandboxLost(PlatformError):
-    """The sandbox died or answered nonsense."""
+    """The sandbox died or sent an invalid response."""
 
     code, status, title = "sandbox_lost", 502, "The sandbox is gone"
 
 
 class ServerUnreachable(PlatformError):
-    """No carrel server answers at that address."""
+    """No carrel server answers at this address."""
 
     code, status, title = "server_unreachable", 503, "No carrel server answers"
 
 
 class CommandFailed(CarrelError):
-    """A command ended with a non-zero exit and the caller asked for `check=True`."""
+    """A command ended with a non-zero exit code, and the caller used `check=True`."""
 
     code, status, title = "command_failed", 422, "The command failed"
 
@@ -249,7 +249,7 @@ def _text(value: object) -> str | None:
 
 
 def from_problem(problem: Mapping[str, object], status: int = 500) -> CarrelError:
-    """The error a problem object stands for; an unknown or malformed one is a `PlatformError`."""
+    """Convert a problem object to an error; an unknown or malformed one becomes a `PlatformError`."""
     code = _text(problem.get("code")) or ""
     cls = BY_CODE.get(code, PlatformError)
     detail = _text(problem.get("detail")) or _text(problem.get("title")) or f"the server answered {status}"

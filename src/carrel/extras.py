@@ -1,4 +1,4 @@
-"""The optional parts of carrel and the extra of the package that installs each. Imports none of them."""
+"""The optional parts of carrel, and the extra that installs each of them. Imports none of them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ PARTS = {
     "langgraph": "the LangGraph integration",
     "deepagents": "the deepagents integration",
 }
-"""What each extra installs, as errors name it."""
+"""The name of each optional part in errors."""
 
 
 class ExtraMissing(ImportError):
-    """A part of carrel was used whose extra is not installed: what is missing (`detail`), what to do (`hint`)."""
+    """The extra for a part of carrel is not installed: what is missing (`detail`), what to do (`hint`)."""
 
     def __init__(self, extra: str, package: str):
         self.detail = f"{PARTS[extra]} is not installed: pip install 'carrel[{extra}]'"
-        # A package of this name on a public index would be somebody else's.
+        # A package with the name of carrel on a public index would belong to somebody else.
         self.hint = (
             f"the package '{package}' is missing. carrel is not on a public index, so name its wheel or its clone: "
             f"pip install './carrel-{__version__}-py3-none-any.whl[{extra}]'"
@@ -34,7 +34,7 @@ class ExtraMissing(ImportError):
 
 @contextmanager
 def using(extra: str) -> Iterator[None]:
-    """Raise `ExtraMissing` if the block imports a package of others that is not installed."""
+    """Raise `ExtraMissing` if the block imports a third-party package that is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,7 +1,7 @@
-"""The composition root: puts a control plane behind the API on a socket, and takes both down again.
+"""The composition root: starts a control plane with the API on a socket, and stops both.
 
-The one file that may import everything. What takes long to import is imported when a server starts, while other
-processes work for it: the control plane while the host is probed, the web part while a zygote starts.
+The one file that may import everything. Slow imports happen when a server starts, while other work goes on: the control
+plane is imported while the host is probed, the API while a zygote starts.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from carrel.config import Settings, load
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.isolation import probe
 from carrel.models import HostReport
+from carrel.primitives.atomic import write_file
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.providers.doctor import host_report
@@ -46,21 +47,21 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 @dataclass(frozen=True)
 class Running:
-    """A server that takes requests."""
+    """A running server."""
 
     url: str
-    """Where a client on this machine reaches it."""
+    """The URL for clients on this machine."""
     listens_on: str
-    """The address it listens on, as a URL; `http://0.0.0.0:7070` for every address of this machine."""
+    """The address that it listens on, as a URL; `http://0.0.0.0:7070` for every address of this machine."""
     token: str | None
     token_is_new: bool
-    """Whether this start made the token."""
+    """Whether this start generated the token."""
     data_dir: str
     plane: ControlPlane
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Whether only this machine can connect to an address."""
     if host == "localhost":
         return True
     try:
@@ -69,26 +70,12 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _write(path: str, text: str) -> None:
-    """Write a file for its owner only, whole or not at all."""
-    temporary = f"{path}.{secrets.token_hex(4)}"
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
 def _token(settings: Settings) -> tuple[str | None, bool]:
-    """The administrator's token, and whether it was made now."""
+    """Return the administrator's token, and whether it is new."""
     if not settings.auth:
         if not is_loopback(settings.host):
             raise InvalidRequest(
-                "a server without token must listen on a loopback address",
+                "a server without authentication must listen on a loopback address",
                 field="auth",
                 hint="leave auth on, or listen on 127.0.0.1",
             )
@@ -96,12 +83,12 @@ def _token(settings: Settings) -> tuple[str | None, bool]:
     path = _token_file(settings.data_dir)
     token = settings.token
     if token is None:
-        token = _kept(path)
+        token = _stored_token(path)
         if token:
             os.chmod(path, 0o600)
             return token, False
         token = "carrel_" + secrets.token_urlsafe(32)
-    _write(path, token + "\n")
+    write_file(path, f"{token}\n".encode())
     return token, settings.token is None
 
 
@@ -109,24 +96,24 @@ def _token_file(data_dir: str) -> str:
     return os.path.join(data_dir, "token")
 
 
-def _kept(path: str) -> str | None:
-    """The token in a file; None when there is none."""
+def _stored_token(path: str) -> str | None:
+    """Read the token in a file; None if there is none."""
     with suppress(OSError, UnicodeDecodeError), open(path, encoding="ascii") as file:
         return file.read(1024).strip() or None
     return None
 
 
-async def _leave_agent_token(settings: Settings, plane: ControlPlane) -> None:
-    """Leave the token that programs on this machine use beside the administrator's; made anew when it is no good."""
+async def _store_agent_token(settings: Settings, plane: ControlPlane) -> None:
+    """Store the token for programs on this machine beside the administrator's. An invalid one is replaced."""
     from carrel.control.governance.agent_token import agent_token
 
     path = os.path.join(settings.data_dir, "agent-token")
-    kept = _kept(path)
-    token = await agent_token(plane.tokens, plane.audit, kept, None if settings.database is None else plane.node)
-    if token == kept:
+    stored = _stored_token(path)
+    token = await agent_token(plane.tokens, plane.audit, stored, None if settings.database is None else plane.node)
+    if token == stored:
         os.chmod(path, 0o600)
     else:
-        _write(path, token + "\n")
+        write_file(path, f"{token}\n".encode())
 
 
 @contextmanager
@@ -139,7 +126,7 @@ def _locked(data_dir: str) -> Iterator[None]:
             raise Conflict(
                 f"another carrel server uses {data_dir}",
                 field="data_dir",
-                hint="stop it, use it, or choose another directory with --data-dir",
+                hint="stop that server, use it, or choose another directory with --data-dir",
             ) from None
         yield
     finally:
@@ -174,7 +161,7 @@ def _bind(settings: Settings) -> socket.socket:
 
 
 def _urls(listener: socket.socket) -> tuple[str, str]:
-    """Where a client on this machine reaches the listener, and the address it listens on."""
+    """Return the URL for clients on this machine, and the address of the listener."""
     host, port = listener.getsockname()[:2]
     near = "127.0.0.1" if host in {"0.0.0.0", "::"} else host
     return _http_url(near, port), _http_url(host, port)
@@ -193,7 +180,7 @@ def _raise_file_limit() -> None:
 
 @asynccontextmanager
 async def running(settings: Settings, *, providers: Mapping[str, Provider] | None = None) -> AsyncIterator[Running]:
-    """A server inside the current event loop, for as long as the block lasts. `port=0` picks a free port."""
+    """Run a server in the current event loop until the block ends. `port=0` picks a free port."""
     layout = Layout(settings.data_dir)
     await asyncio.to_thread(layout.prepare)
     with _locked(settings.data_dir), closing(_bind(settings)) as listener:
@@ -215,7 +202,7 @@ async def running(settings: Settings, *, providers: Mapping[str, Provider] | Non
             app = create_app(plane, authenticated=token is not None, hosts=hosts, version=carrel.__version__)
             server = HttpServer(app, Connections(connections_allowed()))
             if token is not None:
-                await _leave_agent_token(settings, plane)
+                await _store_agent_token(settings, plane)
         except BaseException:
             await plane.close()
             raise
@@ -228,31 +215,30 @@ async def running(settings: Settings, *, providers: Mapping[str, Provider] | Non
                     raise PlatformError("the HTTP server did not start")
                 await asyncio.sleep(0.005)
             url, listens_on = _urls(listener)
-            _write(record, json.dumps({"url": url, "pid": os.getpid()}) + "\n")
+            write_file(record, (json.dumps({"url": url, "pid": os.getpid()}) + "\n").encode())
             yield Running(url, listens_on, token, token_is_new, settings.data_dir, plane)
         finally:
             with suppress(OSError):
                 os.unlink(record)
             server.end()
             try:
-                # Sandboxes end first: whoever waits on one is answered, and the HTTP server need not wait for
-                # them.
+                # Sandboxes end first: this answers the requests that wait for them.
                 await plane.close()
             finally:
                 await asyncio.gather(task, return_exceptions=True)
 
 
 def local_host_report(allow_process: bool = False) -> HostReport:
-    """What this host can do, without a server: nothing is started or written."""
+    """Report the capabilities of this host without a server. Nothing is started or written."""
     report = host_report(open_providers("/", "/", allow_process=allow_process))
     checks = [*report.checks, disk_quota()]
-    with suppress(CarrelError):  # settings that cannot be read are told of by `serve`
+    with suppress(CarrelError):  # `serve` reports invalid settings
         checks.append(retention(load().workspace_ttl_days))
     return report.model_copy(update={"checks": checks})
 
 
 def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None = None) -> Rekeyed:
-    """Change the key of the secrets; `Conflict` while a server runs on this data directory."""
+    """Change the key of the secrets. Raises `Conflict` while a server uses this data directory."""
     from carrel.control.secrets.rekeying import rekey as change
 
     try:
@@ -262,27 +248,27 @@ def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None
         raise PlatformError(
             f"the data directory {settings.data_dir} cannot be used: {error.strerror}",
             field="data_dir",
-            hint="name the one of the server with --data-dir or CARREL_DATA_DIR",
+            hint="name the server's data directory with --data-dir or CARREL_DATA_DIR",
         ) from None
 
 
 def _welcome(server: Running, *, at_terminal: bool) -> str:
-    """What a person who starts the server needs to know. The output may be a log that others read, so the token is
-    shown at a terminal only, and once.
+    """Return the text for the person who starts the server. The output may be a log that others read, so the token is
+    shown only at a terminal, and only once.
     """
     lines = [f"carrel {carrel.__version__} listens on {server.listens_on}"]
     if server.listens_on != server.url:
         lines.append(f"here   {server.url}")
     lines.append(f"docs   {server.url}/docs")
-    kept = _token_file(server.data_dir)
+    path = _token_file(server.data_dir)
     if server.token is None:
-        lines.append("token  none is asked for")
+        lines.append("token  not required")
     elif server.token_is_new and at_terminal:
-        lines.append(f"token  {server.token}  (shown this once; kept in {kept})")
+        lines.append(f"token  {server.token}  (shown only this once; stored in {path})")
     else:
-        lines.append(f"token  the administrator's is in {kept}")
+        lines.append(f"token  the administrator's token is in {path}")
     if server.plane.recovered.adopted:
-        lines.append(f"found  {server.plane.recovered.adopted} running sandboxes of the server before")
+        lines.append(f"found  {server.plane.recovered.adopted} running sandboxes of the previous server")
     command = "carrel" if shutil.which("carrel") else os.path.join(os.path.dirname(sys.executable), "carrel")
     lines.append(f"try    {command} run 'echo hello from $(hostname)'")
     return "\n".join(lines)
@@ -294,19 +280,18 @@ async def _serve(settings: Settings) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with running(settings) as server:
-        # What a person who starts the server needs to see.
         print(_welcome(server, at_terminal=sys.stdout.isatty()), flush=True)  # noqa: T201
         if not is_loopback(settings.host):
             log.warning(
-                "other machines reach this server over plain HTTP: tokens and files travel unencrypted; "
-                "listen on 127.0.0.1 and put a proxy with TLS in front"
+                "other machines can connect to this server over plain HTTP, which sends tokens and files unencrypted; "
+                "listen on 127.0.0.1 and put a proxy with TLS in front of it"
             )
         await stop.wait()
         log.info("shutting down")
 
 
 def serve(settings: Settings) -> None:
-    """Run a server until SIGTERM or SIGINT; then every sandbox is ended. Durable workspaces stay."""
+    """Run a server until SIGTERM or SIGINT; then stop every sandbox. Durable workspaces stay."""
     logging.basicConfig(
         level=settings.log_level.upper(),
         stream=sys.stderr,

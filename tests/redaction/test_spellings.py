@@ -63,5 +63,5 @@ def test_what_the_end_cuts_off_counts_when_it_tells_enough() -> None:
     spelling = Spelling(LABEL, b"0123456789abcdefghij", 16)
     assert spelling.match(b"0123456789", 0, final=True) == 10
     assert spelling.match(b"012345678", 0, final=True) == NO
-    assert list(spelling.telling_starts()) == [b"0123456789abcdef"[:size] for size in range(10, 16)]
+    assert list(spelling.revealing_starts()) == [b"0123456789abcdef"[:size] for size in range(10, 16)]
     assert Spelling(LABEL, b"0123456", 16).match(b"012345", 0, final=True) == NO

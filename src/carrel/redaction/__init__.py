@@ -1,4 +1,4 @@
-"""What happens, told to whoever listens, with every secret taken out first. Decides nothing."""
+"""Redaction: removes secrets from everything that leaves the control plane."""
 
 from carrel.redaction.redact import Redactor, StreamRedactor
 

@@ -1,6 +1,6 @@
-"""Escapes undone: the bytes a text with percent or backslash escapes stands for, and where each of them came from.
+"""Decodes percent and backslash escapes, and maps positions in the decoded text to positions in the escaped text.
 
-Knows the escapes of URLs, JSON, shells and programming languages, and nothing of what is looked for.
+Knows the escapes of URLs, JSON, shells and programming languages; knows nothing of secrets.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 LONGEST = 6
-"""Bytes that may stand for one."""
-
+"""The most bytes of one escape."""
 _NEAR = 1024
-
 _PERCENT = re.compile(rb"%[0-9A-Fa-f]{2}")
 _PERCENT_BEGUN = re.compile(rb"%[0-9A-Fa-f]?\Z")
 _BACKSLASH = re.compile(rb"\\(?:u[0-9A-Fa-f]{4}|x[0-9A-Fa-f]{2}|[0-7]{1,3}|(?s:.))")
@@ -24,16 +22,11 @@ _NAMED = {
     b"\\" + bytes([key]): bytes([code]) for key, code in zip(b"abtnvfreE", b"\a\b\t\n\v\f\r\x1b\x1b", strict=True)
 }
 
-
 _HEX = "0123456789abcdefABCDEF"
 _PERCENTS = {f"%{high}{low}".encode(): bytes([int(high + low, 16)]) for high in _HEX for low in _HEX}
 
 
-def _percent(unit: bytes) -> bytes:
-    return _PERCENTS[unit]
-
-
-def _undo_percents(data: bytes) -> bytes:
+def _decode_percents(data: bytes) -> bytes:
     return _PERCENT.sub(lambda found: _PERCENTS[found[0]], data)
 
 
@@ -51,13 +44,13 @@ def _backslash(unit: bytes) -> bytes:
 _SHORT = {unit: _backslash(unit) for unit in (b"\\" + bytes([code]) for code in range(256))}
 
 
-# The usual ones are replaced kind by kind, which is much faster than one by one. First every pair of backslashes has to
-# be out of the way: from the first of a run on, they pair up as they do when read from the left.
+# The usual escapes are replaced kind by kind, which is much faster than one by one. Before that, every pair of
+# backslashes is set aside; `replace` pairs the backslashes of a run from the left, as a reader does.
 _USUAL = tuple((b"\\" + key, _SHORT[b"\\" + key]) for key in (b'"', b"n", b"/", b"t", b"r", b"'"))
 _PAIR, _SET_ASIDE = b"\\\\", b"\\\0"
 
 
-def _undo_backslashes(data: bytes) -> bytes:
+def _decode_backslashes(data: bytes) -> bytes:
     if _SET_ASIDE in data:
         return _BACKSLASH.sub(lambda found: _SHORT.get(found[0]) or _backslash(found[0]), data)
     data = data.replace(_PAIR, _SET_ASIDE)
@@ -72,35 +65,38 @@ def _undo_backslashes(data: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Escaping:
-    """One kind of escapes: what they begin with, what one is, what the beginning of one is, what they stand for."""
+    """One kind of escapes."""
 
     mark: bytes
+    """The first byte of every escape."""
     unit: re.Pattern[bytes]
+    """Matches one escape."""
     begun: re.Pattern[bytes]
-    meaning: Callable[[bytes], bytes]
-    undo: Callable[[bytes], bytes]
+    """Matches an incomplete escape at the end of the data."""
+    decode_one: Callable[[bytes], bytes]
+    decode: Callable[[bytes], bytes]
 
 
-PERCENT = Escaping(b"%", _PERCENT, _PERCENT_BEGUN, _percent, _undo_percents)
-BACKSLASH = Escaping(b"\\", _BACKSLASH, _BACKSLASH_BEGUN, _backslash, _undo_backslashes)
+PERCENT = Escaping(b"%", _PERCENT, _PERCENT_BEGUN, _PERCENTS.__getitem__, _decode_percents)
+BACKSLASH = Escaping(b"\\", _BACKSLASH, _BACKSLASH_BEGUN, _backslash, _decode_backslashes)
 
 
 class View:
-    """A text with its escapes undone. What is the beginning of an escape at its end is left off."""
+    """A text with its escapes decoded. An incomplete escape at its end is left out."""
 
     def __init__(self, escaping: Escaping, data: bytes, *, complete: bool = False):
         self._escaping = escaping
         self.size = len(data)
         self.stop = len(data) if complete else _complete(escaping, data)
         self._data = data[: self.stop]
-        self.text = escaping.undo(self._data)
+        self.text = escaping.decode(self._data)
 
     @cached_property
     def _units(self) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Where each escape's meaning begins; and beside it where that ends, and where the escape begins and ends."""
+        """For each escape: the start of its decoded bytes; and their end, and the start and end of the escape."""
         starts, places, gained = [], [], 0
         for found in self._escaping.unit.finditer(self._data):
-            size = len(self._escaping.meaning(found[0]))
+            size = len(self._escaping.decode_one(found[0]))
             start = found.start() - gained
             starts.append(start)
             places.append((start + size, found.start(), found.end()))
@@ -108,16 +104,16 @@ class View:
         return starts, places
 
     def start(self, at: int) -> int:
-        """Where in the escaped text the byte at `at` begins."""
+        """Return the position in the escaped text of the byte at `at`."""
         return self._place(at, inside=0)
 
     def end(self, at: int) -> int:
-        """Where in the escaped text the bytes before `at` end."""
+        """Return the position in the escaped text after the byte before `at`."""
         return self._place(at, inside=1)
 
     def _place(self, at: int, inside: int) -> int:
         near = (len(self.text) - at + 4) * LONGEST
-        if near <= _NEAR and 2 * near < len(self._data):  # close to the end, as usual: only that part is gone through
+        if near <= _NEAR and 2 * near < len(self._data):  # close to the end, as usual: decode only that part
             cut = boundary(self._data, len(self._data) - near)
             tail = View(self._escaping, self._data[cut:], complete=True)
             return cut + tail._place(at - len(self.text) + len(tail.text), inside)
@@ -132,16 +128,16 @@ class View:
 
 
 def _complete(escaping: Escaping, data: bytes) -> int:
-    """How much of the data there is without an escape that is cut by its end."""
+    """The length of the data without an incomplete escape at its end."""
     last = data.rfind(escaping.mark, max(0, len(data) - LONGEST + 1))
     if last < 0 or escaping.begun.match(data, last) is None:
         return len(data)
-    # In a run of backslashes every second one is what the one before stands for.
+    # In a run of backslashes every second one is escaped by the one before it.
     return last if escaping is PERCENT or boundary(data, last) == last else len(data)
 
 
 def boundary(data: bytes, at: int) -> int:
-    """A place at or just before `at` where no escape is in the middle that could be misread from there on."""
+    """Return a position at or just before `at` that is not inside a backslash escape."""
     if at == 0 or data[at - 1] != 0x5C:
         return at
     before = data[:at]

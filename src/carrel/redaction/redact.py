@@ -1,8 +1,8 @@
-"""Takes secrets out of what leaves the control plane: values it knows, in every usual spelling, and tokens of
-well-known shapes. Knows neither who asks nor where the bytes go.
+"""Redacts secrets in bytes, text and JSON values: known values in every usual spelling, and tokens of well-known
+shapes.
 
-What is found is a function of the bytes around it alone: every spelling and every shape that is there is taken out,
-also where they overlap. So it is the same however the bytes come in, and the same from the middle as from the start.
+The result depends only on the bytes around a secret: every spelling and every shape is redacted, even if they overlap.
+So it does not depend on how the bytes are split into chunks, or on whether a stream is read from its start.
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from carrel.redaction.spellings import NO, SHORTEST, WAIT, WRAPPED, Spelling, is
 
 T = TypeVar("T")
 Found = tuple[int, int, int, bytes]
-"""Where the look began, what is taken out (from, to), and what stands there instead."""
+"""The position of the candidate, the span to redact (from, to), and the text that replaces it."""
 
 CONTEXT = LONGEST_ESCAPE * (WRAPPED + 2)
-"""Bytes before a place that are kept to be looked at."""
+"""Bytes that are kept before a position, because they decide about a candidate there."""
 
 BLOCK = 256 * 1024
-"""Bytes that are looked through at once: hostile text may have a candidate in every few of them."""
+"""Bytes that are searched at once: hostile text may have a candidate every few bytes."""
 
 LOOKS = 100_000
-"""How many candidates of a stream are compared whatever lies between them."""
+"""The candidates of a stream that may always be compared."""
 SPARSE = 16
-"""Bytes for which there may be one more. Usual text has one in thousands; text with more was made to be slow."""
+"""One more candidate may be compared for this many bytes. Ordinary text has one in thousands of bytes; only hostile
+text has more.
+"""
 
 LONG = 128
-"""Bytes of a shape that count as another: long ones may begin in one another."""
+"""Every so many bytes a long shape counts as one more candidate, because long shapes may overlap."""
 
 DEEPEST = 200
-"""Levels of a JSON value that are looked into."""
+"""The most levels of a JSON value that are searched."""
 
 RELEASED = SHORTEST - 1
-"""Bytes that tell too little of a secret to keep a terminal waiting for them."""
+"""So few bytes reveal too little of a secret to delay a terminal."""
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 _MUTE = b"***"
@@ -52,12 +54,12 @@ _AUTHORIZATION = "Authorization: "
 
 
 class Redactor:
-    """Takes out a set of secrets. Immutable; one for any number of streams.
+    """Redacts a set of secrets. Immutable; one object serves any number of streams.
 
-    `secrets` maps names to values, or is just values. A value stands as `[secret:NAME]` (`[secret]` without a name), a
-    token of a well-known shape as `[redacted:KIND]`. Blanks around a value do not count. A value of fewer than 4 bytes
-    is refused: it would be found everywhere. `written` says what stands for a value in another way;
-    `former` are names and values they had before.
+    `secrets` maps names to values, or is only values. A value is replaced by `[secret:NAME]` (`[secret]` without a
+    name), a token of a well-known shape by `[redacted:KIND]`. Blanks around a value are ignored. A value of fewer than
+    4 bytes is refused, because it would be found everywhere. `written` formats the replacement of a name in another
+    way; `former` are previous values with their names.
     """
 
     def __init__(
@@ -82,9 +84,9 @@ class Redactor:
         self._cuts: dict[bytes, bytes] = {}
         longest = 0
         for value, label in values.items():
-            for spelling in spellings(self._unspoken(label), value):
+            for spelling in spellings(self._safe_label(label), value):
                 longest = max(longest, spelling.longest * LONGEST_ESCAPE)
-                self._cuts.update((start, spelling.label) for start in spelling.telling_starts())
+                self._cuts.update((start, spelling.label) for start in spelling.revealing_starts())
                 for anchor, whole in spelling.anchors():
                     found.setdefault(anchor, []).append(spelling)
                     for size in range(1, len(anchor)):
@@ -98,23 +100,23 @@ class Redactor:
                 starts.update(anchor[:size] for size in range(1, len(anchor)))
         self._candidates = list(found.values())
         self._reach = max(map(len, found), default=0)
-        self._labels = {shape.label: self._unspoken(shape.label) for shape in SHAPES}
+        self._labels = {shape.label: self._safe_label(shape.label) for shape in SHAPES}
         small = sum(map(len, found)) <= _LARGEST_TABLE
         self._automaton = BytesAhoCorasick(
             found, implementation=Implementation.DFA if small else Implementation.ContiguousNFA
         )
         self.lookbehind = longest + 2 * CONTEXT
-        """Bytes before a place that decide what is taken out from there on; see `stream`."""
+        """Bytes before a position that decide what is redacted from there on; see `stream`."""
 
     def __repr__(self) -> str:
         return f"<Redactor of {len(self._plain)} secrets>"
 
-    def _unspoken(self, label: bytes) -> bytes:
-        """A label, unless it would itself speak a secret."""
+    def _safe_label(self, label: bytes) -> bytes:
+        """Return the label, or `***` if the label itself contains a secret."""
         return _MUTE if any(value in label for value in self._plain) else label
 
     def data(self, data: bytes) -> bytes:
-        """The bytes without secrets; the same object when there are none."""
+        """Redact bytes; returns the same object if there are no secrets."""
         if len(data) > BLOCK:
             stream = self.stream()
             pieces = [stream.feed(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
@@ -125,7 +127,7 @@ class Redactor:
         return self.stream().finish(data)
 
     def text(self, text: str) -> str:
-        """The text without secrets; the same object when there are none."""
+        """Redact a text; returns the same object if there are no secrets."""
         data = text.encode("utf-8", "surrogatepass")
         clean = self.data(data)
         if clean == data:
@@ -136,9 +138,9 @@ class Redactor:
             return clean.decode("utf-8", "replace")
 
     def value(self, value: T) -> T:
-        """A JSON value of the same shape without secrets, in its keys too.
+        """Redact a JSON value of any shape, including its keys.
 
-        A number that spells a secret becomes text. What is nested too deep to look into is taken out whole.
+        A number that spells a secret becomes text. A value that is nested too deeply is replaced as a whole.
         """
         return self._value(value, 0)  # type: ignore[return-value]
 
@@ -175,40 +177,38 @@ class Redactor:
         return clean
 
     def stream(self, *, skip: int = 0, effort: Effort | None = None) -> StreamRedactor:
-        """A stream of its own: feed it bytes as they come. One that goes on from another has that one's `effort`.
+        """Start a stream; feed it the bytes as they arrive. A stream that continues another one gets its `effort`.
 
-        To go on from raw offset N (a caller that attaches again), feed from `max(0, N - lookbehind)` and give as `skip`
-        what lies between. Nothing is given for the skipped bytes, and from N on what is given is what a stream from the
-        very start gives from there on. What replaces a secret belongs to the secret's first byte: whoever goes on from
-        its middle gets nothing for the rest of it. `position` of a stream, added to where it began, is an offset to go
-        on from without losing or repeating anything.
+        To continue from raw offset N (a caller that attaches again), feed from `max(0, N - lookbehind)` on and pass the
+        number of bytes before N as `skip`. The stream returns nothing for the skipped bytes, and from N on the same as
+        a stream from the very start. The replacement of a secret belongs to its first byte: a stream that continues in
+        the middle of a secret returns nothing for the rest of it. The raw offset where a stream began, plus its
+        `position`, is an offset to continue from without losing or repeating anything.
         """
         return StreamRedactor(self, skip, effort)
 
-    # what is where
-
     def find(self, data: bytes, floor: int, *, final: bool) -> tuple[list[Found], int, int]:
-        """What is to be taken out of `data` from `floor` on, in order, the place before which that is certain, and how
-        many candidates were compared.
+        """Return what to redact in `data` from `floor` on, in order; the position up to which that is certain; and the
+        number of candidates that were compared.
 
-        Bytes before `floor` are only looked at. With `final` nothing more comes, and all is certain.
+        Bytes before `floor` are only context. With `final` no more bytes follow, so everything is certain.
         """
         found: list[Found] = []
-        hold, looks = self._look(data, floor, found, final=final, shapes=True)
+        hold, looks = self._search(data, floor, found, final=final, shapes=True)
         if self._knows:
             for escaping in (PERCENT, BACKSLASH):
                 if escaping.mark in data:
                     view = View(escaping, data)
-                    behind, more = self._look_behind(view, floor, found, final=final)
+                    behind, more = self._search_decoded(view, floor, found, final=final)
                     hold, looks = min(hold, behind), looks + more
         found.sort(key=lambda each: (each[1], -each[2]))
-        # What was found by a look that began before the hold but begins behind it would be forgotten.
+        # A match whose candidate is before `hold` but whose span begins after it would be lost.
         for began, start, _end, _label in sorted(found, reverse=True):
             if began < hold <= start:
                 hold = began
         return found, hold, looks
 
-    def _look(self, data: bytes, floor: int, found: list[Found], *, final: bool, shapes: bool) -> tuple[int, int]:
+    def _search(self, data: bytes, floor: int, found: list[Found], *, final: bool, shapes: bool) -> tuple[int, int]:
         hold, looks = len(data), 0
         for pattern, at, _end in self._anchors(data):
             if at < floor:
@@ -235,11 +235,11 @@ class Redactor:
         found += [(at, at, hold, label) for at in tails if (label := self._cuts.get(data[at:])) is not None]
         return hold, looks
 
-    def _look_behind(self, view: View, floor: int, found: list[Found], *, final: bool) -> tuple[int, int]:
-        """The same on a text whose escapes are undone."""
+    def _search_decoded(self, view: View, floor: int, found: list[Found], *, final: bool) -> tuple[int, int]:
+        """Search the decoded text of a view."""
         inside: list[Found] = []
-        below = max(0, len(view.text) - (view.size - floor))  # the bytes from the floor on became no more than that
-        hold, looks = self._look(view.text, below, inside, final=final, shapes=False)
+        below = max(0, len(view.text) - (view.size - floor))  # decoding the bytes from the floor on adds none
+        hold, looks = self._search(view.text, below, inside, final=final, shapes=False)
         for _began, start, end, label in inside:
             at = view.start(start)
             if at >= floor:
@@ -249,9 +249,9 @@ class Redactor:
         return max(floor, view.start(hold) if hold < len(view.text) else view.stop), looks
 
     def _anchors(self, data: bytes) -> list[tuple[int, int, int]]:
-        """Where anchors are, also those that overlap.
+        """Return all anchors, including overlapping ones.
 
-        The quick scan leaves some of those out, but each of them touches one that it found.
+        The quick scan misses some overlapping anchors, but each of them touches one that it finds.
         """
         quick = self._automaton.find_matches_as_indexes(data)
         if not quick:
@@ -269,7 +269,7 @@ class Redactor:
         ]
 
     def _begun(self, data: bytes, floor: int, hold: int, *, shapes: bool) -> int:
-        """Where the first anchor begins that the end of the data cuts."""
+        """The position of the first anchor that is incomplete at the end of the data."""
         size = len(data)
         for at in range(max(floor, size - self._reach + 1), min(hold, size)):
             tail = data[at:]
@@ -284,66 +284,66 @@ class Redactor:
 
 
 class Effort:
-    """How many candidates of a stream may still be compared: some at any time, and more as bytes come."""
+    """How many candidates of a stream may still be compared: a fixed number, and more for each byte that arrives."""
 
     def __init__(self) -> None:
         self._left = float(LOOKS)
 
     @property
     def spent(self) -> bool:
-        """Whether it was too much."""
+        """Whether too many candidates were compared."""
         return self._left < 0
 
-    def change(self, came: int, looks: int) -> None:
-        """So many bytes have come, and so many candidates were compared."""
-        self._left = min(LOOKS, self._left + came / SPARSE) - looks
+    def change(self, arrived: int, looks: int) -> None:
+        """Count bytes that arrived and candidates that were compared."""
+        self._left = min(LOOKS, self._left + arrived / SPARSE) - looks
 
 
 class StreamRedactor:
-    """One stream: `feed` gives what is certain to hold no secret, `finish` the rest.
+    """One stream: `feed` returns the bytes that certainly contain no secret, `finish` the rest.
 
-    Bytes are held back only where a secret may have begun; without one they pass at once. Text that is made to be slow
-    to look through is not looked through for ever: beyond an effort that no usual text takes, words stand in its place.
+    Bytes are held back only if a secret may have begun in them. Hostile text that is slow to search is not searched
+    without limit: beyond an effort that no ordinary text needs, a notice replaces it.
     """
 
     def __init__(self, redactor: Redactor, skip: int = 0, effort: Effort | None = None):
         self._redactor = redactor
         self.effort = effort or Effort()
         self._kept = b""
-        self._floor = 0  # in `_kept`: what lies before is only there to be looked at
-        self._covered = 0  # in `_kept`: up to where a secret reaches that was replaced already
-        self._base = 0  # of all bytes: where `_kept` begins
+        self._floor = 0  # position in `_kept`: the bytes before it are only context
+        self._covered = 0  # position in `_kept`: the end of a secret that was already replaced
+        self._base = 0  # position of `_kept` in the whole stream
         self._skip = skip
         self._given = skip
 
     @property
     def position(self) -> int:
-        """Raw bytes that what was given stands for, counted from the first one fed."""
+        """The number of raw bytes, from the first one fed, that the returned bytes stand for."""
         return max(self._base + self._floor, self._given)
 
     @property
     def held(self) -> int:
-        """Raw bytes held back."""
+        """The number of raw bytes that are held back."""
         return max(0, self._base + len(self._kept) - self.position)
 
     def use(self, redactor: Redactor) -> None:
-        """Take out these secrets from here on, also of what is held back."""
+        """Redact these secrets from now on, also in the bytes that are held back."""
         self._redactor = redactor
 
     def feed(self, chunk: bytes) -> bytes:
-        """What can be given now that these bytes have come."""
+        """Add bytes; return those that are certain."""
         return self._next(chunk, final=False)
 
     def finish(self, chunk: bytes = b"") -> bytes:
-        """What is left when nothing more comes, or nothing but these bytes."""
+        """End the stream, optionally with last bytes; return the rest."""
         return self._next(chunk, final=True)
 
     def release(self) -> bytes:
-        """For a terminal that has fallen quiet: what is held, when it is so little that it tells nothing of a secret.
+        """Return the bytes that are held back, if they are so few that they reveal nothing. For an idle terminal.
 
-        It may be the beginning of one: then the rest is taken out all the same.
+        If they are the beginning of a secret, the rest of it is redacted all the same.
         """
-        # What was let go before counts too, or a secret that comes byte by byte would go through.
+        # Bytes that were released before count too, or a secret that arrives byte by byte would pass.
         if not self.held or len(self._kept) - self._floor > RELEASED or self._covered > self._floor:
             return b""
         start = self.position - self._base
@@ -356,8 +356,8 @@ class StreamRedactor:
         return self._withhold(data) if self.effort.spent else self._take(data, final=final)
 
     def _withhold(self, data: bytes) -> bytes:
-        """Words in the place of all that was not given yet. It is kept as far back as a secret may begin in it that
-        ends in what comes: that is then looked through, and taken out.
+        """Return a notice in the place of everything that was not returned yet. The end of it is kept, because a secret
+        may begin there and end in bytes that arrive later.
         """
         size = self._base + len(data) - self.position
         behind = max(self._redactor.lookbehind, _LONGEST_SHAPE + CONTEXT)
@@ -398,14 +398,14 @@ class StreamRedactor:
 def _checked(name: str | None, value: bytes | str) -> bytes:
     if name is not None and not _NAME.fullmatch(name):
         raise InvalidRequest(
-            "the name of a secret has a character it may not have",
+            "the name of the secret is invalid",
             field="name",
-            hint="letters, digits and _.-, at most 128, a letter or _ first",
+            hint="use at most 128 letters, digits and _.-, beginning with a letter or _",
         )
     data = (value.encode("utf-8", "surrogatepass") if isinstance(value, str) else bytes(value)).strip()
     if len(data) < SHORTEST:
         raise InvalidRequest(
-            f"the secret{f' {name}' if name else ''} is shorter than {SHORTEST} bytes: it would be found everywhere",
+            f"the secret{f' {name}' if name else ''} is shorter than {SHORTEST} bytes, so it would be found everywhere",
             field="value",
             hint="use a longer secret",
         )

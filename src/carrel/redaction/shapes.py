@@ -1,7 +1,7 @@
-"""What well-known tokens look like. Knows no secret of anybody, only the forms their issuers gave them.
+"""The shapes of well-known tokens, as their issuers define them. Knows no secrets.
 
-A shape is found by a literal beginning that a scan for many literals looks for, and decided by a bounded expression at
-that place. It is narrow on purpose: hashes, UUIDs, images in base64 and words of prose must pass.
+A scan for the literal beginnings of all shapes finds candidates, and a bounded regular expression decides. Shapes are
+narrow on purpose: hashes, UUIDs, images in base64 and prose must not match.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from functools import cached_property
 
 Span = tuple[int, int]
 PENDING: Span = (-1, -1)
-"""More bytes have to come before it can be told."""
+"""More bytes are needed to decide."""
 
 CONTEXT = 16
-"""Bytes before its beginning that decide whether a shape stands on its own."""
+"""Bytes before a shape that decide whether it stands alone."""
 
 CHECKED = 256
-"""Bytes of a run that `checks` look at: what is random has everything in fewer."""
+"""Bytes of a run that `checks` search: a random run has all kinds of characters in fewer."""
 
 _WORD = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789")
 _LONG_WORD = _WORD | frozenset(b"_+-")
-# What ends in a letter or a digit and still is the end of something: an escape, or a change of colours.
+# Escapes and colour codes end in a letter or a digit, but do not belong to the word after them.
 _ENDED = re.compile(rb"(?:\\[nrtbfv0]|%[0-9A-Fa-f]{2}|\x1b\[[0-9;]{0,12}m)\Z")
 
 
 def stands_alone(data: bytes, at: int, *, part: bool = False) -> bool:
-    """Whether what begins at `at` is not the rest of a longer word; with `part` it may follow `_`, `-` or `+`."""
+    """Whether no longer word continues at `at`; with `part`, `_`, `-` or `+` may come before it."""
     if at == 0 or data[at - 1] not in (_WORD if part else _LONG_WORD):
         return True
     return _ENDED.search(data, max(0, at - CONTEXT), at) is not None
@@ -35,12 +35,13 @@ def stands_alone(data: bytes, at: int, *, part: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class Shape:
-    """One kind of token: `name` for people, `anchors` to find it by, `form` to decide.
+    """One kind of token: `name` for people, `anchors` to find candidates, `form` to decide.
 
-    `alive` matches every beginning of what `form` matches, so that a token that is cut by the end of a chunk is waited
-    for; it may match more. The group `token` of `form` is taken out, or all of it, if every one of `checks` finds
-    something at the beginning of the group `run`. `torn` says what is taken out when `form` does not match and nothing
-    more can come. A shape must stand alone, or with `part` may be a part of a longer name.
+    `alive` matches every beginning of a text that `form` matches (and perhaps more), so that the rest of a token that
+    the end of a chunk cuts is waited for. If every one of `checks` finds something at the beginning of the group `run`,
+    the group `token` of `form` is redacted, or the whole match if there is no such group. `torn` matches what is
+    redacted if `form` does not match and no more bytes can come. A shape must stand alone; with `part` it may be a part
+    of a longer name.
     """
 
     name: str
@@ -54,12 +55,12 @@ class Shape:
 
     @cached_property
     def label(self) -> bytes:
-        """What stands in its place."""
+        """The text that replaces it."""
         return b"[redacted:%s]" % self.name.encode()
 
     def match(self, data: bytes, at: int, *, final: bool) -> Span | None:
-        """The bytes to take out when the shape is at `at`, where its anchor is, and stands alone there; `PENDING` when
-        it is not clear yet.
+        """Return the span to redact if the shape is at `at`, where its anchor is; `PENDING` if more
+        bytes are needed.
         """
         near = at + CHECKED + CONTEXT
         if (
@@ -67,7 +68,7 @@ class Shape:
             and near <= len(data)
             and not all(each.search(data, at, near) for each in self.checks)
         ):
-            return None  # a long run need not be gone through to tell
+            return None  # decided without a match of the whole long run
         stop = at + self.longest
         more = not final and len(data) < stop
         found = self.form.match(data, at, stop)
@@ -99,7 +100,7 @@ _ALNUM, _URLSAFE = "A-Za-z0-9", "A-Za-z0-9_-"
 def _run(
     name: str, prefixes: tuple[str, ...], size: str, letters: str, checks: tuple[re.Pattern[bytes], ...] = _RANDOM
 ) -> Shape:
-    """A prefix and a run of `letters`. A run of one exact size must end there."""
+    """Make a shape of a prefix and a run of `letters`. A run of one exact size must end there."""
     exact = "" if "," in size else f"(?![{letters}])"
     largest = int(size.rpartition(",")[2])
     heads = "|".join(map(re.escape, prefixes))
@@ -116,7 +117,7 @@ def _run(
 _QUOTE = r"""["'\\]{0,3}"""
 _CREDENTIAL = r"[A-Za-z0-9_.~+/=-]"
 _B64URL = r"[A-Za-z0-9_-]"
-# A private key in PEM: breaks are real, or escaped as in JSON; a line is long, or one of the last few.
+# A private key in PEM. Line breaks are real or escaped as in JSON; lines are long, except for the last few.
 _BREAK = r"(?:\\{1,2}[nr]|\s){1,32}+"
 _HEADERS = rf"(?:{_BREAK}[A-Z][A-Za-z-]{{2,20}}: [^\r\n\\]{{1,100}}+){{0,4}}"
 _LINE = rf"(?:{_BREAK}[A-Za-z0-9+/=]{{16,}}+)"
@@ -153,7 +154,7 @@ SHAPES: tuple[Shape, ...] = (
     _run("vault-token", ("hvs.", "hvb."), "24,255", _URLSAFE, _MIXED),
     _run("grafana-token", ("glsa_",), "41", "A-Za-z0-9_"),
     _run("age-key", ("AGE-SECRET-KEY-1",), "58", "A-Z0-9"),
-    # Names of our own metrics begin alike; a token has letters of both cases.
+    # Names of carrel's metrics have the same prefix; a token has letters of both cases.
     _run("carrel-token", ("carrel_",), "40,128", _URLSAFE, _MIXED),
     Shape(
         "sendgrid-key",
@@ -203,9 +204,8 @@ SHAPES: tuple[Shape, ...] = (
             rf"-----{_HEADERS}{_LINE}{{0,1024}}{_ENDS}(?:{_BREAK})?[^\r\n]{{0,128}})?",
         ),
         16_384,
-        # The end never came: the lines of the key go all the same.
+        # Without the end line, the lines of the key are redacted too.
         torn=_compile(rf"-----BEGIN {_KEY}{_HEADERS}{_LINE}{{1,1024}}"),
         part=True,
     ),
 )
-"""Every shape."""

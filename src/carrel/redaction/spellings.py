@@ -1,7 +1,7 @@
-"""How a known value may be written: as it is, in base64, in hexadecimal, quoted for a shell. Bytes in, bytes out.
+"""The spellings of a known value: as it is, in base64, in hexadecimal, quoted for a shell. Bytes in, bytes out.
 
-A spelling is found by anchors, short literals that it begins with, and decided by comparing the rest. Spellings that
-differ byte by byte (percent and backslash escapes) are not here: they are undone before anything is compared.
+A search for anchors, short literals at the beginning of a spelling, finds candidates; comparing the rest decides.
+Percent and backslash escapes are not spellings: they are decoded before the comparison.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 SHORTEST = 4
-"""Bytes of the shortest value that can be told from ordinary text."""
+"""The fewest bytes of a secret: shorter ones occur in ordinary text."""
 
 NO, WAIT = 0, -1
-"""What a comparison says beside the end of what it found: it is not there, or more bytes have to come."""
+"""Results of a comparison other than the end of a match: it is not there, or more bytes are needed."""
 
 WRAPPED = 24
-"""Bytes on the same line before a break, without which it is no break inside base64 or hexadecimal digits."""
+"""A line break inside base64 or hexadecimal digits has at least this many digits before it on its line."""
 
 _ENCODED = re.compile(rb"[A-Za-z0-9+/_-]{%d}" % WRAPPED)
 _PLAIN_ANCHOR, _BASE64_ANCHOR, _HEX_ANCHOR = 16, 4, 6
-_LINE = 16  # the shortest line of a longer value that is a secret of its own
-_CUT = 8  # bytes of a beginning at the very end that tell too much
-_NEAR = 64  # bytes that are looked at before all that a value may take are
+_LINE = 16  # a line of a longer value is a secret too if it has at least this many bytes
+_CUT = 8  # a beginning of a secret at the end of a stream is redacted if it has at least this many bytes
+_NEAR = 64  # bytes that are compared first
 _BREAKS = (b"\n", b"\r\n")
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """One way of writing a value; `broken` when breaks of lines may stand inside."""
+    """One spelling of a value; `broken` if it may contain line breaks."""
 
     label: bytes
     body: bytes
@@ -39,11 +39,11 @@ class Spelling:
 
     @property
     def longest(self) -> int:
-        """Bytes it can take with its breaks."""
+        """The most bytes of it, including line breaks."""
         return len(self.body) + (2 * (len(self.body) // 16 + 2) if self.broken else 0)
 
     def anchors(self) -> Iterator[tuple[bytes, int]]:
-        """The literals it can begin with, and how much of each comes before a break."""
+        """Yield the literals that it can begin with, and how many bytes of each come before a line break."""
         head = self.body[: self.anchor]
         yield head, len(head)
         if self.broken:
@@ -51,15 +51,15 @@ class Spelling:
                 for line_break in _BREAKS:
                     yield head[:at] + line_break + head[at:], at
 
-    def telling_starts(self) -> Iterator[bytes]:
-        """The parts of its anchor that tell so much that they count when nothing more comes."""
+    def revealing_starts(self) -> Iterator[bytes]:
+        """Return the beginnings of its anchor that reveal so much that they are redacted at the end of a stream."""
         head = self.body[: self.anchor]
-        return (head[:size] for size in range(_CUT, len(head)) if self._tells(size))
+        return (head[:size] for size in range(_CUT, len(head)) if self._reveals(size))
 
     def match(self, data: bytes, at: int, *, final: bool) -> int:
-        """The end of the spelling that begins at `at`, or `NO`, or `WAIT`.
+        """Return the end of the spelling that begins at `at`, or `NO`, or `WAIT`.
 
-        When nothing more comes (`final`), a beginning that was cut off counts if it tells a good part of the value.
+        At the end of a stream (`final`), an incomplete spelling matches if it reveals a large part of the value.
         """
         body, size = self.body, len(self.body)
         if data.startswith(body, at):
@@ -68,10 +68,10 @@ class Spelling:
             rest = len(data) - at
             if rest >= size or not body.startswith(data[at:]):
                 return NO
-            return WAIT if not final else len(data) if self._tells(rest) else NO
+            return WAIT if not final else len(data) if self._reveals(rest) else NO
         if not data.startswith(body[: self.anchor], at) and not is_wrapped(data, at):
             return NO
-        # Text may be made of nothing but anchors: most of what is not there is told by a few bytes more.
+        # Hostile text may consist of anchors only: a few more bytes rule out most of them.
         near = data[at : at + _NEAR].translate(None, b"\r\n")
         if not near.startswith(body) and not body.startswith(near):
             return NO
@@ -82,19 +82,19 @@ class Spelling:
             return at + _stretch(window, size)
         if len(window) == room or not body.startswith(joined):
             return NO
-        return WAIT if not final else len(data) if self._tells(len(joined)) else NO
+        return WAIT if not final else len(data) if self._reveals(len(joined)) else NO
 
-    def _tells(self, known: int) -> bool:
+    def _reveals(self, known: int) -> bool:
         return known >= _CUT and 2 * known >= len(self.body)
 
 
 def is_wrapped(data: bytes, at: int) -> bool:
-    """Whether what begins at `at` goes on from a long line, which may be broken just after."""
+    """Whether so many digits come before `at` on its line that a line break may follow."""
     return _ENCODED.fullmatch(data, max(0, at - WRAPPED), at) is not None
 
 
 def _stretch(window: bytes, size: int) -> int:
-    """How many bytes of `window` hold `size` bytes that are no breaks."""
+    """The number of bytes of `window` that contain `size` bytes besides line breaks."""
     end = size
     while (needed := size + window.count(b"\n", 0, end) + window.count(b"\r", 0, end)) != end:
         end = needed
@@ -102,7 +102,7 @@ def _stretch(window: bytes, size: int) -> int:
 
 
 def spellings(label: bytes, value: bytes) -> Iterator[Spelling]:
-    """Every way to write a value that is here to be found. The value has no blanks around it."""
+    """Yield every spelling of a value. The value has no blanks around it."""
     for text in dict.fromkeys(_plain(value)):
         yield Spelling(label, text, _PLAIN_ANCHOR)
     for text in dict.fromkeys(_base64(value)):
@@ -116,7 +116,7 @@ def _plain(value: bytes) -> Iterator[bytes]:
     yield value.replace(b" ", b"+")  # as forms write it
     yield value.replace(b"'", b"'\\''")
     yield value.replace(b"'", b"'\"'\"'")
-    yield _halves(value)
+    yield _with_surrogates(value)
     if b"\n" in value:
         yield value.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n")  # as a terminal shows it
         for line in value.splitlines():
@@ -125,8 +125,8 @@ def _plain(value: bytes) -> Iterator[bytes]:
                 yield text
 
 
-def _halves(value: bytes) -> bytes:
-    """Characters beyond the first plane as two surrogates, which is how JSON escapes them."""
+def _with_surrogates(value: bytes) -> bytes:
+    """Replace characters beyond the first plane by two surrogates, as JSON escapes them."""
     try:
         text = value.decode()
     except UnicodeDecodeError:
@@ -139,9 +139,9 @@ def _halves(value: bytes) -> bytes:
 
 
 def _base64(value: bytes) -> Iterator[bytes]:
-    """What base64 makes of the value wherever it stands in something longer.
+    """Yield the base64 of the value for each of its three alignments in a longer text.
 
-    The characters at both ends share their bits with what stands beside the value, so they are left out.
+    The characters at both ends share bits with the bytes beside the value, so they are left out.
     """
     for shift, first in ((0, 0), (1, 2), (2, 3)):
         whole = base64.b64encode(bytes(shift) + value)[first : (shift + len(value)) * 8 // 6]
