@@ -1,11 +1,11 @@
 """carrel: a private, durable, governed workspace for every AI agent.
 
-Public names only, each imported when first used.
+The public names. Each is imported at its first use.
 """
 
 from __future__ import annotations
 
-# `typing` alone would cost more than the rest of this import; checkers take the name for true all the same.
+# Importing `typing` would cost more than the rest of this import; type checkers treat this name as true.
 TYPE_CHECKING = False
 
 __version__ = "0.1.0"
@@ -116,32 +116,10 @@ __all__ = [
     "__version__",
 ]
 
-_MODELS = {
-    "ApprovalInfo",
-    "CommandInfo",
-    "CommandResult",
-    "FileInfo",
-    "FileKind",
-    "HostReport",
-    "Limits",
-    "Network",
-    "SandboxInfo",
-    "SnapshotInfo",
-    "State",
-    "Trust",
-}
-_CLIENT = {
-    "AsyncClient",
-    "AsyncCommand",
-    "AsyncSandbox",
-    "AsyncTerminal",
-    "Chunk",
-    "Client",
-    "Command",
-    "Output",
-    "Sandbox",
-    "Terminal",
-}
+_CLIENT = frozenset(
+    {"AsyncClient", "AsyncCommand", "AsyncSandbox", "AsyncTerminal", "Chunk"}
+    | {"Client", "Command", "Output", "Sandbox", "Terminal"}
+)
 
 
 def __getattr__(name: str) -> object:
@@ -149,8 +127,8 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'carrel' has no attribute '{name}'")
     from importlib import import_module
 
-    home = "carrel.client" if name in _CLIENT else "carrel.models" if name in _MODELS else "carrel.errors"
-    value: object = getattr(import_module(home), name)
+    home = import_module("carrel.client" if name in _CLIENT else "carrel.errors")
+    value: object = getattr(home if hasattr(home, name) else import_module("carrel.models"), name)
     globals()[name] = value
     return value
 

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from carrel.api.guard import Router
 from carrel.api.parts import Context, FilePath, Plane, SandboxId, Stream, as_json, raw_query, streamed_body
 from carrel.models import FilespaceFile, FilespacePage, SyncRequest, SyncSummary
+from carrel.models.base import MAX_PATH
 from carrel.models.operations import (
     DELETE_FILESPACE,
     FORGET_FILESPACE,
@@ -39,7 +40,7 @@ async def list_filespace(
     plane: Plane,
     request: Request,
     *,
-    prefix: Annotated[str, Query(max_length=4096, description="prefix of the paths, such as `data/`")] = "",
+    prefix: Annotated[str, Query(max_length=MAX_PATH, description="prefix of the paths, such as `data/`")] = "",
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: Annotated[str | None, Query(max_length=8192, description="`next` of the page before")] = None,
 ) -> Response:

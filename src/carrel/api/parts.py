@@ -21,6 +21,7 @@ from carrel.control.plane import ControlPlane
 from carrel.control.supervisor.frames import Chunk, TextCutter
 from carrel.errors import InvalidRequest
 from carrel.models import ContextId
+from carrel.models.base import MAX_PATH
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -75,7 +76,7 @@ def _query_names(route: APIRoute) -> frozenset[str]:
 
 def _file_path(
     request: Request,
-    path: Annotated[str, Query(min_length=1, max_length=4096, description="relative to the workspace")],
+    path: Annotated[str, Query(min_length=1, max_length=MAX_PATH, description="relative to the workspace")],
 ) -> str:
     return raw_query(request, "path") or path
 

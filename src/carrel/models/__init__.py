@@ -1,269 +1,128 @@
-"""The models of the public API, shared by server and client: requests and responses with their checks, no behaviour."""
+"""The models of the public API, shared by server and client: requests and responses with their checks, no behaviour.
+
+An import of `X as X` marks a public name for type checkers.
+"""
 
 from __future__ import annotations
 
-from carrel.models.base import (
-    DEFAULT_OUTPUT_BYTES,
-    MAX_OUTPUT_BYTES,
-    MAX_TIMEOUT_S,
-    Answer,
-    ContextId,
-    EnvName,
-    Moment,
-    NoNul,
-    OwnId,
-    Request,
-    TemplateName,
-)
-from carrel.models.commands import (
-    CommandInfo,
-    CommandList,
-    CommandRequest,
-    CommandResult,
-    ExecuteRequest,
-    ExecuteResult,
-    OutputEvent,
-    SignalRequest,
-    TerminalSize,
-    ToolRequest,
-    ToolResult,
-)
-from carrel.models.environments import (
-    EnvironmentAttach,
-    EnvironmentBuild,
-    EnvironmentEvent,
-    EnvironmentInfo,
-    EnvironmentList,
-    EnvironmentName,
-    EnvironmentPackage,
-    EnvironmentRequest,
-)
-from carrel.models.files import (
-    EditRequest,
-    EditResult,
-    FileInfo,
-    FileKind,
-    FileList,
-    FilesRequest,
-    FilesWritten,
-    MkdirRequest,
-    MoveRequest,
-)
-from carrel.models.governance import (
-    ApprovalBatch,
-    ApprovalBatchResult,
-    ApprovalDecision,
-    ApprovalInfo,
-    ApprovalPage,
-    ApprovalScope,
-    ApprovalState,
-    AuditKey,
-    AuditPage,
-    AuditPruned,
-    AuditRecord,
-    ExplainedPart,
-    ExplainRequest,
-    Explanation,
-    IdentityInfo,
-    NewToken,
-    PolicyDocuments,
-    PolicyInfo,
-    PolicyWarning,
-    SecretList,
-    SecretName,
-    SecretValue,
-    TokenInfo,
-    TokenKind,
-    TokenPage,
-    TokenRequest,
-    TokenScope,
-)
-from carrel.models.host import (
-    Check,
-    DiskPart,
-    DiskUsage,
-    HostReport,
-    ProviderStatus,
-)
-from carrel.models.mcp import (
-    MAX_MCP_TIMEOUT_S,
-    MCP_TIMEOUT_S,
-    MOST_MCP_SERVERS,
-    McpCatalogue,
-    McpError,
-    McpLog,
-    McpRequest,
-    McpResult,
-    McpServerInfo,
-    McpServerList,
-    McpServerName,
-    McpServerRequest,
-    McpState,
-    McpTool,
-)
-from carrel.models.python import (
-    MAX_PYTHON_TIMEOUT_S,
-    PYTHON_TIMEOUT_S,
-    CellError,
-    CellRequest,
-    CellResult,
-    CodeContextInfo,
-    CodeContextList,
-    CodeContextName,
-    PythonRequest,
-    PythonResult,
-    RichResult,
-    StatelessRequest,
-    StatelessResult,
-)
-from carrel.models.sandboxes import (
-    Limits,
-    Network,
-    SandboxInfo,
-    SandboxPage,
-    SandboxRequest,
-    State,
-    SupervisorHealth,
-    TemplateInfo,
-    TemplateList,
-    TerminateRequest,
-    Trust,
-    WorkspaceUsage,
-)
-from carrel.models.workspaces import (
-    FileChange,
-    FileChanges,
-    FilespaceFile,
-    FilespacePage,
-    ForkRequest,
-    RestoreRequest,
-    SnapshotInfo,
-    SnapshotPage,
-    SyncDirection,
-    SyncRequest,
-    SyncSummary,
-)
-
-__all__ = [
-    "DEFAULT_OUTPUT_BYTES",
-    "MAX_MCP_TIMEOUT_S",
-    "MAX_OUTPUT_BYTES",
-    "MAX_PYTHON_TIMEOUT_S",
-    "MAX_TIMEOUT_S",
-    "MCP_TIMEOUT_S",
-    "MOST_MCP_SERVERS",
-    "PYTHON_TIMEOUT_S",
-    "Answer",
-    "ApprovalBatch",
-    "ApprovalBatchResult",
-    "ApprovalDecision",
-    "ApprovalInfo",
-    "ApprovalPage",
-    "ApprovalScope",
-    "ApprovalState",
-    "AuditKey",
-    "AuditPage",
-    "AuditPruned",
-    "AuditRecord",
-    "CellError",
-    "CellRequest",
-    "CellResult",
-    "Check",
-    "CodeContextInfo",
-    "CodeContextList",
-    "CodeContextName",
-    "CommandInfo",
-    "CommandList",
-    "CommandRequest",
-    "CommandResult",
-    "ContextId",
-    "DiskPart",
-    "DiskUsage",
-    "EditRequest",
-    "EditResult",
-    "EnvName",
-    "EnvironmentAttach",
-    "EnvironmentBuild",
-    "EnvironmentEvent",
-    "EnvironmentInfo",
-    "EnvironmentList",
-    "EnvironmentName",
-    "EnvironmentPackage",
-    "EnvironmentRequest",
-    "ExecuteRequest",
-    "ExecuteResult",
-    "ExplainRequest",
-    "ExplainedPart",
-    "Explanation",
-    "FileChange",
-    "FileChanges",
-    "FileInfo",
-    "FileKind",
-    "FileList",
-    "FilesRequest",
-    "FilesWritten",
-    "FilespaceFile",
-    "FilespacePage",
-    "ForkRequest",
-    "HostReport",
-    "IdentityInfo",
-    "Limits",
-    "McpCatalogue",
-    "McpError",
-    "McpLog",
-    "McpRequest",
-    "McpResult",
-    "McpServerInfo",
-    "McpServerList",
-    "McpServerName",
-    "McpServerRequest",
-    "McpState",
-    "McpTool",
-    "MkdirRequest",
-    "Moment",
-    "MoveRequest",
-    "Network",
-    "NewToken",
-    "NoNul",
-    "OutputEvent",
-    "OwnId",
-    "PolicyDocuments",
-    "PolicyInfo",
-    "PolicyWarning",
-    "ProviderStatus",
-    "PythonRequest",
-    "PythonResult",
-    "Request",
-    "RestoreRequest",
-    "RichResult",
-    "SandboxInfo",
-    "SandboxPage",
-    "SandboxRequest",
-    "SecretList",
-    "SecretName",
-    "SecretValue",
-    "SignalRequest",
-    "SnapshotInfo",
-    "SnapshotPage",
-    "State",
-    "StatelessRequest",
-    "StatelessResult",
-    "SupervisorHealth",
-    "SyncDirection",
-    "SyncRequest",
-    "SyncSummary",
-    "TemplateInfo",
-    "TemplateList",
-    "TemplateName",
-    "TerminalSize",
-    "TerminateRequest",
-    "TokenInfo",
-    "TokenKind",
-    "TokenPage",
-    "TokenRequest",
-    "TokenScope",
-    "ToolRequest",
-    "ToolResult",
-    "Trust",
-    "WorkspaceUsage",
-]
+from carrel.models.base import DEFAULT_OUTPUT_BYTES as DEFAULT_OUTPUT_BYTES
+from carrel.models.base import MAX_OUTPUT_BYTES as MAX_OUTPUT_BYTES
+from carrel.models.base import MAX_TIMEOUT_S as MAX_TIMEOUT_S
+from carrel.models.base import Answer as Answer
+from carrel.models.base import ContextId as ContextId
+from carrel.models.base import EnvName as EnvName
+from carrel.models.base import Moment as Moment
+from carrel.models.base import NoNul as NoNul
+from carrel.models.base import OwnId as OwnId
+from carrel.models.base import Request as Request
+from carrel.models.base import TemplateName as TemplateName
+from carrel.models.commands import CommandInfo as CommandInfo
+from carrel.models.commands import CommandList as CommandList
+from carrel.models.commands import CommandRequest as CommandRequest
+from carrel.models.commands import CommandResult as CommandResult
+from carrel.models.commands import ExecuteRequest as ExecuteRequest
+from carrel.models.commands import ExecuteResult as ExecuteResult
+from carrel.models.commands import OutputEvent as OutputEvent
+from carrel.models.commands import SignalRequest as SignalRequest
+from carrel.models.commands import TerminalSize as TerminalSize
+from carrel.models.commands import ToolRequest as ToolRequest
+from carrel.models.commands import ToolResult as ToolResult
+from carrel.models.environments import EnvironmentAttach as EnvironmentAttach
+from carrel.models.environments import EnvironmentBuild as EnvironmentBuild
+from carrel.models.environments import EnvironmentEvent as EnvironmentEvent
+from carrel.models.environments import EnvironmentInfo as EnvironmentInfo
+from carrel.models.environments import EnvironmentList as EnvironmentList
+from carrel.models.environments import EnvironmentName as EnvironmentName
+from carrel.models.environments import EnvironmentPackage as EnvironmentPackage
+from carrel.models.environments import EnvironmentRequest as EnvironmentRequest
+from carrel.models.files import EditRequest as EditRequest
+from carrel.models.files import EditResult as EditResult
+from carrel.models.files import FileInfo as FileInfo
+from carrel.models.files import FileKind as FileKind
+from carrel.models.files import FileList as FileList
+from carrel.models.files import FilesRequest as FilesRequest
+from carrel.models.files import FilesWritten as FilesWritten
+from carrel.models.files import MkdirRequest as MkdirRequest
+from carrel.models.files import MoveRequest as MoveRequest
+from carrel.models.governance import ApprovalBatch as ApprovalBatch
+from carrel.models.governance import ApprovalBatchResult as ApprovalBatchResult
+from carrel.models.governance import ApprovalDecision as ApprovalDecision
+from carrel.models.governance import ApprovalInfo as ApprovalInfo
+from carrel.models.governance import ApprovalPage as ApprovalPage
+from carrel.models.governance import ApprovalScope as ApprovalScope
+from carrel.models.governance import ApprovalState as ApprovalState
+from carrel.models.governance import AuditKey as AuditKey
+from carrel.models.governance import AuditPage as AuditPage
+from carrel.models.governance import AuditPruned as AuditPruned
+from carrel.models.governance import AuditRecord as AuditRecord
+from carrel.models.governance import ExplainedPart as ExplainedPart
+from carrel.models.governance import ExplainRequest as ExplainRequest
+from carrel.models.governance import Explanation as Explanation
+from carrel.models.governance import IdentityInfo as IdentityInfo
+from carrel.models.governance import NewToken as NewToken
+from carrel.models.governance import PolicyDocuments as PolicyDocuments
+from carrel.models.governance import PolicyInfo as PolicyInfo
+from carrel.models.governance import PolicyWarning as PolicyWarning
+from carrel.models.governance import SecretList as SecretList
+from carrel.models.governance import SecretName as SecretName
+from carrel.models.governance import SecretValue as SecretValue
+from carrel.models.governance import TokenInfo as TokenInfo
+from carrel.models.governance import TokenKind as TokenKind
+from carrel.models.governance import TokenPage as TokenPage
+from carrel.models.governance import TokenRequest as TokenRequest
+from carrel.models.governance import TokenScope as TokenScope
+from carrel.models.host import Check as Check
+from carrel.models.host import DiskPart as DiskPart
+from carrel.models.host import DiskUsage as DiskUsage
+from carrel.models.host import HostReport as HostReport
+from carrel.models.host import ProviderStatus as ProviderStatus
+from carrel.models.mcp import MAX_MCP_TIMEOUT_S as MAX_MCP_TIMEOUT_S
+from carrel.models.mcp import MCP_TIMEOUT_S as MCP_TIMEOUT_S
+from carrel.models.mcp import MOST_MCP_SERVERS as MOST_MCP_SERVERS
+from carrel.models.mcp import McpCatalogue as McpCatalogue
+from carrel.models.mcp import McpError as McpError
+from carrel.models.mcp import McpLog as McpLog
+from carrel.models.mcp import McpRequest as McpRequest
+from carrel.models.mcp import McpResult as McpResult
+from carrel.models.mcp import McpServerInfo as McpServerInfo
+from carrel.models.mcp import McpServerList as McpServerList
+from carrel.models.mcp import McpServerName as McpServerName
+from carrel.models.mcp import McpServerRequest as McpServerRequest
+from carrel.models.mcp import McpState as McpState
+from carrel.models.mcp import McpTool as McpTool
+from carrel.models.python import MAX_PYTHON_TIMEOUT_S as MAX_PYTHON_TIMEOUT_S
+from carrel.models.python import PYTHON_TIMEOUT_S as PYTHON_TIMEOUT_S
+from carrel.models.python import CellError as CellError
+from carrel.models.python import CellRequest as CellRequest
+from carrel.models.python import CellResult as CellResult
+from carrel.models.python import CodeContextInfo as CodeContextInfo
+from carrel.models.python import CodeContextList as CodeContextList
+from carrel.models.python import CodeContextName as CodeContextName
+from carrel.models.python import PythonRequest as PythonRequest
+from carrel.models.python import PythonResult as PythonResult
+from carrel.models.python import RichResult as RichResult
+from carrel.models.python import StatelessRequest as StatelessRequest
+from carrel.models.python import StatelessResult as StatelessResult
+from carrel.models.sandboxes import Limits as Limits
+from carrel.models.sandboxes import Network as Network
+from carrel.models.sandboxes import SandboxInfo as SandboxInfo
+from carrel.models.sandboxes import SandboxPage as SandboxPage
+from carrel.models.sandboxes import SandboxRequest as SandboxRequest
+from carrel.models.sandboxes import State as State
+from carrel.models.sandboxes import SupervisorHealth as SupervisorHealth
+from carrel.models.sandboxes import TemplateInfo as TemplateInfo
+from carrel.models.sandboxes import TemplateList as TemplateList
+from carrel.models.sandboxes import TerminateRequest as TerminateRequest
+from carrel.models.sandboxes import Trust as Trust
+from carrel.models.sandboxes import WorkspaceUsage as WorkspaceUsage
+from carrel.models.workspaces import FileChange as FileChange
+from carrel.models.workspaces import FileChanges as FileChanges
+from carrel.models.workspaces import FilespaceFile as FilespaceFile
+from carrel.models.workspaces import FilespacePage as FilespacePage
+from carrel.models.workspaces import ForkRequest as ForkRequest
+from carrel.models.workspaces import RestoreRequest as RestoreRequest
+from carrel.models.workspaces import SnapshotInfo as SnapshotInfo
+from carrel.models.workspaces import SnapshotPage as SnapshotPage
+from carrel.models.workspaces import SyncDirection as SyncDirection
+from carrel.models.workspaces import SyncRequest as SyncRequest
+from carrel.models.workspaces import SyncSummary as SyncSummary

@@ -8,9 +8,9 @@ from typing import Literal
 
 from carrel.models import ExplainedPart, Explanation
 
-Answer = Literal["allow", "deny", "ask"]
+Decision = Literal["allow", "deny", "ask"]
 Kind = Literal["shell", "file", "network", "mcp"]
-_STRICTNESS: dict[Answer, int] = {"allow": 0, "ask": 1, "deny": 2}
+_STRICTNESS: dict[Decision, int] = {"allow": 0, "ask": 1, "deny": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Verdict:
     `approval` is the id of the requested approval. `parts` has the verdict on each part of the operation.
     """
 
-    verdict: Answer = "allow"
+    verdict: Decision = "allow"
     reason: str = ""
     rule: str | None = None
     source: str | None = None

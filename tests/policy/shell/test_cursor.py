@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from carrel.policy.shell.cursor import MAX_DEPTH, MAX_TEXT, Cursor, check
+from carrel.policy.shell.cursor import MAX_DEPTH, Cursor, check
+from carrel.policy.shell.step_budget import MAX_TEXT
 from carrel.policy.shell.syntax import Facts, Unreadable
 
 

@@ -10,8 +10,8 @@ from tests.support.shell_texts import NOISE
 
 from carrel.policy.shell import Unknown
 from carrel.policy.shell.commands import read
-from carrel.policy.shell.cursor import MAX_TEXT
 from carrel.policy.shell.finder import Command, _UncertainFunctions, find, normal
+from carrel.policy.shell.step_budget import MAX_TEXT
 from carrel.policy.shell.syntax import Facts
 
 

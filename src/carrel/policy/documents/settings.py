@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
+from carrel.models.base import MAX_PATH
 from carrel.policy.documents import documents
 from carrel.policy.documents.documents import Part
 
@@ -39,7 +40,7 @@ class Settings(Part):
 
     context_workspace: str = Field(
         default="/workspace/${CONTEXT_ID}",
-        max_length=4096,
+        max_length=MAX_PATH,
         description="the path of a context's workspace; `${CONTEXT_ID}` is the context. In rules `${WORKSPACE}` is "
         "this path",
     )

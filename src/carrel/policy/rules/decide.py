@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from carrel.models.base import MAX_PATH
 from carrel.policy.documents.sources import Runtime, Sources
 from carrel.policy.rules import packages, remotes
 from carrel.policy.rules.hosts import HostPolicy
@@ -29,36 +30,27 @@ from carrel.policy.shell import (
     size_of,
 )
 from carrel.policy.shell.finder import Command, FileUse, HostUse, find, normal
-from carrel.policy.verdict import ALLOWED, Answer, Part, Verdict, strictest
+from carrel.policy.verdict import ALLOWED, Decision, Part, Verdict, strictest
 
 Operation = Literal["read", "write", "delete"]
 
 STEPS_PER_RULE = 20
 """Additional steps that a decision may take for each rule of the policy."""
-LONGEST_PATH, LONGEST_HOST = 4096, 255
-"""The kernel and DNS accept no longer ones, and deciding about one would take long."""
+LONGEST_HOST = 255
+"""DNS accepts no longer names, and deciding about one would take long."""
 
-_VERSION = r"(\d+(?:\.\d+)*)?"
+_VERSIONED = {
+    "python": "python|pypy|ipython", "ruby": "ruby|irb", "perl": "perl", "php": "php", "lua": "lua|luajit",
+    "tcl": "tclsh|expect|wish",
+}  # fmt: skip
+_UNVERSIONED = {
+    "bash": "bash|sh|dash", "deno": "deno", "bun": "bun", "java": "java|jshell", "r": "R|Rscript", "julia": "julia",
+    "zsh": "zsh", "fish": "fish", "powershell": "pwsh",
+}  # fmt: skip
 _INTERPRETERS = {
-    family: re.compile(programs)
-    for family, programs in {
-        "python": rf"(python|pypy|ipython){_VERSION}",
-        "bash": "(bash|sh|dash)()",
-        "node": r"(node|nodejs)(\d+)?",
-        "deno": "(deno)()",
-        "bun": "(bun)()",
-        "ruby": rf"(ruby|irb){_VERSION}",
-        "perl": rf"(perl){_VERSION}",
-        "php": rf"(php){_VERSION}",
-        "lua": rf"(lua|luajit){_VERSION}",
-        "java": "(java|jshell)()",
-        "r": "(R|Rscript)()",
-        "julia": "(julia)()",
-        "zsh": "(zsh)()",
-        "fish": "(fish)()",
-        "tcl": rf"(tclsh|expect|wish){_VERSION}",
-        "powershell": "(pwsh)()",
-    }.items()
+    **{family: re.compile(rf"({names})(\d+(?:\.\d+)*)?") for family, names in _VERSIONED.items()},
+    **{family: re.compile(rf"({names})()") for family, names in _UNVERSIONED.items()},
+    "node": re.compile(r"(node|nodejs)(\d+)?"),
 }
 """For each language, the names of its interpreters and the version in them."""
 _ASK_HINT = "write the command so that its text shows what it runs, or ask a person to approve it"
@@ -121,8 +113,8 @@ def decide_tree(policy: Policy, operation: Operation, path: str, *, surely: bool
         within = rule.path.fixed == place or rule.path.fixed.startswith(f"{place.rstrip('/')}/")
         if within or not surely:
             reason = f"{rule.text} {'denies' if within else 'may deny'} something in {place[:200]}"
-            answer: Answer = "deny" if within else "ask"
-            parts.append(Part("file", f"{operation} {place}", Verdict(answer, reason, rule.text, rule.source, hint)))
+            decision: Decision = "deny" if within else "ask"
+            parts.append(Part("file", f"{operation} {place}", Verdict(decision, reason, rule.text, rule.source, hint)))
     return _whole(parts)
 
 
@@ -260,8 +252,8 @@ def _file_use(policy: Policy, use: FileUse, budget: StepBudget) -> Part:
 
 
 def _file(policy: Policy, operation: Operation, path: str) -> Part:
-    if len(path) > LONGEST_PATH:
-        reason = f"the path is longer than {LONGEST_PATH} characters"
+    if len(path) > MAX_PATH:
+        reason = f"the path is longer than {MAX_PATH} characters"
         return Part("file", f"{operation} {path[:200]}", Verdict("ask", reason, hint="use a shorter path"))
     denied, allowed = first(policy.deny.file(operation, path)), first(policy.allow.file(operation, path))
     verb = {"read": "reading", "write": "writing", "delete": "deleting"}[operation]

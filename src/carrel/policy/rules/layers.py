@@ -6,7 +6,7 @@ allow everything are refused. Rules that do less or more than they seem to give 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from carrel.errors import InvalidRequest
@@ -81,20 +81,22 @@ class Policy:
         every = (Layer(BUILT_IN, DEFAULTS), *layers) if governed else tuple(layers)
         place = workspace or _workspace(layers, context_id)
         variables = {"CONTEXT_ID": context_id or "", "WORKSPACE": place or ""}
-        allow, deny, rules = Index(), Index(), _Rules()
+        allow, deny = Index(), Index()
+        allowed: list[Rule] = []
+        denied: list[Rule] = []
         for layer in every:
             if layer.settings is None:
                 continue
-            permissions = layer.settings.permissions
-            for name, texts in (("deny", permissions.deny), ("allow", permissions.allow)):
+            for name, texts in zip(("deny", "allow"), _lists(layer.settings), strict=True):
                 for number, text in enumerate(texts):
-                    at = f"permissions.{name}[{number}]"
-                    rule = parse(text, layer.name, rules.count, _known(text, variables, layer.name, at), at)
-                    if layer.name != BUILT_IN:
-                        _refuse_too_broad(rule, at, allowed=name == "allow")
+                    at, order = f"permissions.{name}[{number}]", len(allowed) + len(denied)
+                    rule = parse(text, layer.name, order, _known(text, variables, layer.name, at), at)
+                    if layer.name != BUILT_IN and name == "allow":
+                        _refuse_too_broad(rule, at)
                     (allow if name == "allow" else deny).add(rule)
-                    rules.add(rule, allowed=name == "allow")
-        return cls(tuple(layers), allow, deny, tuple(rules.warnings(deny)), place, governed, rules.count)
+                    (allowed if name == "allow" else denied).append(rule)
+        warnings = tuple(_warnings(denied, allowed, deny))
+        return cls(tuple(layers), allow, deny, warnings, place, governed, len(allowed) + len(denied))
 
     @property
     def sources(self) -> tuple[tuple[str, Sources], ...]:
@@ -147,9 +149,7 @@ def _known(text: str, variables: Mapping[str, str], source: str, place: str) -> 
     return variables
 
 
-def _refuse_too_broad(rule: Rule, place: str, *, allowed: bool) -> None:
-    if not allowed:
-        return
+def _refuse_too_broad(rule: Rule, place: str) -> None:
     reason = None
     if rule.kind == "shell" and (not rule.words or (rule.words[0].literal is None and not rule.words[0].prefix)):
         reason = "it allows every command; name the commands, or leave the settings out to allow everything"
@@ -169,33 +169,20 @@ def _refuse_too_broad(rule: Rule, place: str, *, allowed: bool) -> None:
         )
 
 
-@dataclass(slots=True)
-class _Rules:
-    """All rules in order, for the warnings that need them all."""
-
-    count: int = 0
-    allowed: list[Rule] = field(default_factory=list)
-    denied: list[Rule] = field(default_factory=list)
-
-    def add(self, rule: Rule, *, allowed: bool) -> None:
-        self.count += 1
-        (self.allowed if allowed else self.denied).append(rule)
-
-    def warnings(self, deny: Index) -> Iterable[Notice]:
-        seen: dict[tuple[bool, str], Rule] = {}
-        for allowed, rules in ((False, self.denied), (True, self.allowed)):
-            for rule in rules:
-                if rule.source == BUILT_IN:
-                    continue
-                if (earlier := seen.setdefault((allowed, rule.text), rule)) is not rule:
-                    yield Notice(rule.source, rule.text, f"this rule is a duplicate; {earlier.source} has it already")
-                elif allowed:
-                    yield from _of_allowed(rule, deny)
-                elif rule.kind == "shell" and not rule.words:
-                    yield Notice(rule.source, rule.text, "this rule denies every command")
-                if rule.kind == "shell" and rule.words and not rule.open and _ends_in_star(rule):
-                    text = "the last * matches exactly one word; write :* for any number of words"
-                    yield Notice(rule.source, rule.text, text)
+def _warnings(denied: Iterable[Rule], allowed: Iterable[Rule], deny: Index) -> Iterator[Notice]:
+    seen: dict[tuple[bool, str], Rule] = {}
+    for allows, rule in (*((False, each) for each in denied), *((True, each) for each in allowed)):
+        if rule.source == BUILT_IN:
+            continue
+        if (earlier := seen.setdefault((allows, rule.text), rule)) is not rule:
+            yield Notice(rule.source, rule.text, f"this rule is a duplicate; {earlier.source} has it already")
+        elif allows:
+            yield from _of_allowed(rule, deny)
+        elif rule.kind == "shell" and not rule.words:
+            yield Notice(rule.source, rule.text, "this rule denies every command")
+        if rule.kind == "shell" and rule.words and not rule.open and _ends_in_star(rule):
+            text = "the last * matches exactly one word; write :* for any number of words"
+            yield Notice(rule.source, rule.text, text)
 
 
 def _ends_in_star(rule: Rule) -> bool:

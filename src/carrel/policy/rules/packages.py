@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from carrel.policy.documents.sources import PackageManager, Sources
 from carrel.policy.rules import remotes
-from carrel.policy.shell import PIP, PYTHON, Argument, Unknown, base, module_of, shown
+from carrel.policy.shell import PIP, PYTHON, Argument, Unknown, base, module_of, shown, word_set
 from carrel.policy.verdict import Verdict
 
 ReadFile = Callable[[str], str | None]
@@ -24,11 +24,6 @@ _UNKNOWN_PACKAGE = "the packages to install are known only at run time"
 MOST_FILES = 50
 MOST_READ, SHORT_LINE = 1 << 20, 50
 """The most characters of requirements files to read for one decision, and the fewest that a line counts as."""
-
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
 
 _MANAGERS = {
     **dict.fromkeys(("pip", "pipx", "poetry", "pipenv", "pdm", "easy_install", "hatch"), "pip"),
@@ -43,21 +38,21 @@ _NAME = re.compile(r"\s*([A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(\[[^\]]*\]
 _URL = re.compile(r"(?:(?:git|hg|svn|bzr)\+)?[A-Za-z][A-Za-z0-9+.-]*://|git@")
 _FILE = re.compile(r"^([A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*?)-\d")
 
-_FLAGS = _words("""
+_FLAGS = word_set("""
     -U --upgrade --pre --no-deps -q -qq -qqq --quiet -v -vv -vvv --verbose --user --no-cache-dir --dry-run -I
     --force-reinstall --ignore-installed --require-hashes --prefer-binary --disable-pip-version-check --no-input
     --isolated --no-index --break-system-packages --no-build-isolation --no-warn-script-location --no-clean
     --reinstall --no-compile --compile --use-pep517 --system --no-cache --offline --dev --frozen --locked --no-sync
     --exact --strict --no-progress --no-color --force --ignore-requires-python --no-warn-conflicts
 """)
-_VALUED = _words("""
+_VALUED = word_set("""
     -t --target --prefix --root --only-binary --no-binary --progress-bar --timeout --retries --report
     --upgrade-strategy --platform --python-version --abi --implementation --root-user-action --src --cache-dir --log
     -d --dest -w --wheel-dir -p --python --group --extra --optional --resolution --prerelease --exclude-newer
     --refresh-package --reinstall-package -P --upgrade-package --link-mode --package --python-platform --color
     --directory --project
 """)
-_INDEXES = _words("-i --index-url --pypi-url --extra-index-url -f --find-links --index --default-index")
+_INDEXES = word_set("-i --index-url --pypi-url --extra-index-url -f --find-links --index --default-index")
 _FILES = frozenset({"-r", "--requirement", "--requirements", "-c", "--constraint", "--constraints"})
 
 

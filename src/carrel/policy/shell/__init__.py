@@ -16,7 +16,7 @@ Others import from here, and `find` with its findings from `finder`: that module
 egress process, where the same rules are decided, does not need. Nothing in here knows of rules or documents.
 """
 
-from carrel.policy.shell.arguments import Argument, Unknown, shown
+from carrel.policy.shell.arguments import Argument, Unknown, shown, word_set
 from carrel.policy.shell.options import PIP, is_safe_config
 from carrel.policy.shell.step_budget import SPARE_STEPS, StepBudget, TooComplex, size_of
 from carrel.policy.shell.syntax import Dialect
@@ -39,4 +39,5 @@ __all__ = [
     "module_of",
     "shown",
     "size_of",
+    "word_set",
 ]

@@ -70,6 +70,11 @@ def shown(argument: Argument) -> str:
     return argument if argument and not re.search(r"[^\w@%+=:,./{}*?\[\]-]", argument) else shlex.quote(argument)
 
 
+def word_set(text: str) -> frozenset[str]:
+    """The words of a text, for tables."""
+    return frozenset(text.split())
+
+
 def joined(argv: Iterable[Argument]) -> str:
     """A command line as a person would write it."""
     return " ".join(shown(argument) for argument in argv)

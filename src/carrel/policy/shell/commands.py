@@ -1,13 +1,12 @@
 """Reads the commands of shell text: lists, pipelines, compound commands, functions, redirections, here-documents.
 
-`LineReader` reads what is between words, `_Reader` the commands. The result keeps the order of statements and which of
-them run in a child process. Nothing here knows what a command does.
+The result keeps the order of statements, and which of them run in a child process. Nothing here knows what a command
+does.
 """
 
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from collections.abc import Sequence
 
 from carrel.policy.shell.cursor import MAX_DEPTH
@@ -57,14 +56,11 @@ def read(
     return Block(nodes, lines=tuple(lines))
 
 
-class LineReader(WordReader):
-    """Reads everything but commands."""
-
+class _Reader(WordReader):
     _after_glimpse = 0
+    _substitutions = 0
 
-    @abstractmethod
-    def here_reader(self, body: str) -> LineReader:
-        """Return a reader for the body of a here-document."""
+    # --- what is between commands
 
     def blanks(self) -> None:
         """Skip blanks and a comment."""
@@ -116,7 +112,8 @@ class LineReader(WordReader):
         if quoted:
             redirect.body = (Text(body, quoted=True),)
         else:
-            redirect.body = self.here_reader(body).here_text()
+            reader = _Reader(body, self.facts, self.dialect, depth=self.depth + 1, origin=[-1] * len(body))
+            redirect.body = reader.here_text()
 
     def here_text(self) -> tuple[Part, ...]:
         """Read the parts of an unquoted here-document."""
@@ -197,9 +194,7 @@ class LineReader(WordReader):
             self.pending.append(made)
         return made
 
-
-class _Reader(LineReader):
-    _substitutions = 0
+    # --- substitutions
 
     def substitution(self) -> Block:
         outer, self.pending = self.pending, []
@@ -220,9 +215,6 @@ class _Reader(LineReader):
 
     def nested(self, text: str, origin: Sequence[int]) -> Block:
         return Block(read(text, self.facts, self.dialect, depth=self.depth + 1, origin=origin).nodes, "sub")
-
-    def here_reader(self, body: str) -> LineReader:
-        return _Reader(body, self.facts, self.dialect, depth=self.depth + 1, origin=[-1] * len(body))
 
     # --- lists
 

@@ -6,9 +6,9 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from carrel.policy.shell.step_budget import MAX_TEXT
 from carrel.policy.shell.syntax import Dialect, Facts, Redirect, Unreadable
 
-MAX_TEXT = 65_536
 MAX_DEPTH = 40
 _ENDS = frozenset({"", " ", "\t", "\n"})
 _PLAIN = _ENDS | frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./:,+@%^-")

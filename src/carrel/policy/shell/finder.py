@@ -40,7 +40,7 @@ from carrel.policy.shell.wrappers import RUNNERS, Inside, base, inside
 
 MOST_COMMANDS = 1000
 MOST_DIRECTORIES = 16
-MAX_DEPTH = 12
+MAX_NESTING = 12
 _TOO_MANY_PROGRAMS = "programs that run programs are nested too deeply"
 
 _HARMLESS_DEVICE = re.compile(r"/dev/(null|zero|full|u?random|tty|std(in|out|err)|fd/\d+)")
@@ -171,7 +171,7 @@ class _Finder:
         outer = self.facts.starts, self.dialect
         self.facts.starts, self.dialect = set(), dialect
         self._depth += 1
-        if self._depth > MAX_DEPTH:
+        if self._depth > MAX_NESTING:
             raise Unreadable("scripts inside scripts are nested too deeply")
         block = commands.read(text, self.facts, dialect)
         for objection in cross_check.objections(text, self.facts.starts, self.facts.budget):
@@ -412,7 +412,7 @@ class _Finder:
             return
         if name in {"exec", "command", "builtin"}:
             self._note(argv, names)
-            if prefixes == MAX_DEPTH:
+            if prefixes == MAX_NESTING:
                 raise Unreadable(_TOO_MANY_PROGRAMS)
             self._prefix(name, pairs, redirects, prefixes)
             return
@@ -473,7 +473,7 @@ class _Finder:
         redirects: Sequence[Redirect] = (),
     ) -> None:
         """Walk a program and the commands that it runs."""
-        if len(via) > MAX_DEPTH:
+        if len(via) > MAX_NESTING:
             raise Unreadable(_TOO_MANY_PROGRAMS)
         self._spend(1 + len(argv))
         outer = self._via

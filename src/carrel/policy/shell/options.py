@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from carrel.policy.shell.arguments import Argument, Unknown, shown
+from carrel.policy.shell.arguments import Argument, Unknown, shown, word_set
 from carrel.policy.shell.sed_awk import Effects, awk_reasons, read_sed
 
 Does = Literal["text", "program", "file", "setting", "script", "asks"]
@@ -50,17 +50,13 @@ def _does(does: Does, names: str) -> dict[str, Does]:
     return dict.fromkeys(names.split(), does)
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 _GIT_TRANSPORT = _does("text", "upload-pack exec")
-_GIT_SHOWS = Program(_does("file", "output") | _does("asks", "ext-diff"), "GSLOnlU", flags=_words("ext-diff"))
+_GIT_SHOWS = Program(_does("file", "output") | _does("asks", "ext-diff"), "GSLOnlU", flags=word_set("ext-diff"))
 GIT = {
     "clone": Program(
         _GIT_TRANSPORT | _does("text", "u") | _does("setting", "c config") | _does("asks", "template bundle-uri"),
         "objb",
-        _words("branch origin depth jobs reference filter shallow-since separate-git-dir server-option"),
+        word_set("branch origin depth jobs reference filter shallow-since separate-git-dir server-option"),
     ),
     "fetch": Program(_GIT_TRANSPORT, "jo"),
     "pull": Program(_GIT_TRANSPORT, "josX"),
@@ -69,22 +65,22 @@ GIT = {
     "archive": Program(_does("file", "o output") | _does("text", "exec") | _does("asks", "remote")),
     "rebase": Program(_does("text", "x exec"), "sX"),
     "difftool": Program(_does("text", "x extcmd"), "t"),
-    "grep": Program(_does("program", "O open-files-in-pager"), "efABCm", flags=_words("O open-files-in-pager")),
-    "commit": Program(_does("asks", "e edit"), "mFCct", flags=_words("e edit")),
-    "add": Program(_does("asks", "e edit"), flags=_words("e edit")),
+    "grep": Program(_does("program", "O open-files-in-pager"), "efABCm", flags=word_set("O open-files-in-pager")),
+    "commit": Program(_does("asks", "e edit"), "mFCct", flags=word_set("e edit")),
+    "add": Program(_does("asks", "e edit"), flags=word_set("e edit")),
     "branch": Program(_does("asks", "edit-description"), "u"),
     "init": Program(_does("asks", "template"), "b"),
     **dict.fromkeys(("log", "diff", "show", "whatchanged", "format-patch", "stash"), _GIT_SHOWS),
 }
 """The commands of git. `_GIT_GLOBAL` has the options before the command."""
-_GIT_ASKS = _words(
+_GIT_ASKS = word_set(
     "filter-branch send-email instaweb daemon difftool--helper mergetool for-each-repo hook shell cvsserver "
     "fast-import imap-send maintenance p4 svn gui citool web--browse credential remote-ext remote-fd bundle"
 )
 """Commands of git that run programs which a file or a setting names."""
 _GIT_GLOBAL = Program(
     _does("setting", "c") | _does("asks", "config-env exec-path git-dir work-tree super-prefix"), "C",
-    _words("namespace"),
+    word_set("namespace"),
 )  # fmt: skip
 _ZIP = Program(_does("text", "TT unzip-command") | _does("file", "O output-file lf logfile-path"), "bntxiP")
 _COMMANDS = re.compile(r"\+")
@@ -98,25 +94,25 @@ PROGRAMS: dict[str, Program] = {
     "sort": Program(
         _does("file", "o output") | _does("program", "compress-program"),
         "kStT",
-        _words("key field-separator buffer-size temporary-directory parallel batch-size files0-from"),
+        word_set("key field-separator buffer-size temporary-directory parallel batch-size files0-from"),
     ),
     "shuf": Program(_does("file", "o output"), "in"),
-    "uniq": Program({}, "fsw", _words("skip-fields skip-chars check-chars"), operand=1),
+    "uniq": Program({}, "fsw", word_set("skip-fields skip-chars check-chars"), operand=1),
     "tee": Program({}, operand=0),
     "dd": Program({}, operand=0, prefix="of="),
-    "tree": Program(_does("file", "o"), "LPIHT", _words("filelimit charset timefmt sort")),
+    "tree": Program(_does("file", "o"), "LPIHT", word_set("filelimit charset timefmt sort")),
     "sdiff": Program(_does("file", "o output") | _does("program", "diff-program"), "Iw"),
     "diff3": Program(_does("program", "diff-program"), "L"),
     "split": Program(_does("text", "filter"), "abClnt"),
     "iconv": Program(_does("file", "o output"), "ft"),
     "patch": Program(_does("file", "o output r reject-file"), "pdiFVYBzDg"),
-    "file": Program(_does("asks", "C compile"), "fmeFP", flags=_words("C compile")),
+    "file": Program(_does("asks", "C compile"), "fmeFP", flags=word_set("C compile")),
     "tar": Program(
         _does("text", "I use-compress-program F info-script new-volume-script to-command rsh-command rmt-command")
         | _does("asks", "checkpoint-action T files-from")
         | _does("file", "index-file g listed-incremental volno-file"),
         "fCXKLNVbH",
-        _words("file directory exclude exclude-from transform xform owner group mode mtime strip-components"),
+        word_set("file directory exclude exclude-from transform xform owner group mode mtime strip-components"),
     ),
     "zip": _ZIP,
     "cpio": Program(_does("asks", "rsh-command") | _does("file", "O"), "CEFHIMR"),
@@ -125,7 +121,7 @@ PROGRAMS: dict[str, Program] = {
         | _does("file", "log-file write-batch only-write-batch")
         | _does("asks", "M remote-option"),
         "fTB",
-        _words("exclude include files-from exclude-from include-from port bwlimit timeout chmod"),
+        word_set("exclude include files-from exclude-from include-from port bwlimit timeout chmod"),
     ),
     "ssh": _SSH,
     "scp": Program(_does("asks", "o F S D J"), "ciPlX"),
@@ -133,13 +129,13 @@ PROGRAMS: dict[str, Program] = {
     "man": Program(
         _does("text", "P pager H html browser") | _does("asks", "C config-file"),
         "LmMSsepErR",
-        flags=_words("H html browser"),
+        flags=word_set("H html browser"),
     ),
     "less": Program(
         _does("file", "o log-file O LOG-FILE") | _does("asks", "k lesskey-file T"), "bhjpPtxyz", asking=_COMMANDS
     ),
     **dict.fromkeys(("vi", "vim", "vimdiff", "view", "ex", "nvim", "rvim"), _EDITOR),
-    "rg": Program(_does("program", "pre hostname-bin"), "efgABCjmtTErM", _words("glob regexp file type")),
+    "rg": Program(_does("program", "pre hostname-bin"), "efgABCjmtTErM", word_set("glob regexp file type")),
     "ag": Program(_does("program", "pager"), "Gm"),
     **dict.fromkeys(("fd", "fdfind"), Program(_does("asks", "x exec X exec-batch"), "deEtTSjg")),
     "fzf": Program(_does("text", "preview bind"), "q"),
@@ -148,8 +144,8 @@ PROGRAMS: dict[str, Program] = {
         | _does("file", "output-dir")
         | _does("asks", "K config O remote-name remote-name-all engine w write-out"),
         "AbCdeEFHmPQrtTuUxXyYz",
-        _words("url data header user proxy request max-time form cacert cert"),
-        flags=_words("O remote-name remote-name-all"),
+        word_set("url data header user proxy request max-time form cacert cert"),
+        flags=word_set("O remote-name remote-name-all"),
         plain=dict.fromkeys(("w", "write-out"), _FORMAT),
     ),
     "wget": Program(
@@ -163,7 +159,7 @@ PROGRAMS: dict[str, Program] = {
     "pip install": Program(
         _does("file", "log report") | _does("program", "python"),
         "irtcef",
-        _words("index-url extra-index-url requirement target constraint prefix root src cache-dir find-links"),
+        word_set("index-url extra-index-url requirement target constraint prefix root src cache-dir find-links"),
     ),
     "pip list": Program(_does("file", "log") | _does("program", "python"), "if"),
     "pip config": Program(_does("text", "editor")),
@@ -173,13 +169,13 @@ PIP = re.compile(r"pip(\d+(\.\d+)*)?")
 _SED = Program(
     _does("script", "e expression i in-place") | _does("asks", "f file"),
     "l",
-    _words("line-length"),
-    _words("i in-place"),
+    word_set("line-length"),
+    word_set("i in-place"),
 )
 _AWK = Program(
     _does("script", "e source") | _does("asks", "f file i include l load E exec W")
     | _does("file", "d dump-variables p profile o pretty-print"),
-    "Fv", _words("field-separator assign"), _words("d dump-variables p profile o pretty-print"),
+    "Fv", word_set("field-separator assign"), word_set("d dump-variables p profile o pretty-print"),
 )  # fmt: skip
 _SAFE_CONFIG = re.compile(
     r"(user\.(name|email)|color\..*|advice\..*|init\.defaultbranch|pull\.(rebase|ff)|core\.(quotepath|autocrlf|longpaths)"

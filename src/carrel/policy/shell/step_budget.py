@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MAX_TEXT = 65_536
+"""The most characters of a shell text."""
 SPARE_STEPS, STEPS_PER_CHARACTER = 30_000, 32
 
 
@@ -25,7 +27,7 @@ class StepBudget:
 
     __slots__ = ("most", "spent")
 
-    def __init__(self, characters: int = 65_536, *, spare: int = SPARE_STEPS):
+    def __init__(self, characters: int = MAX_TEXT, *, spare: int = SPARE_STEPS):
         self.most = spare + STEPS_PER_CHARACTER * characters
         self.spent = 0
 

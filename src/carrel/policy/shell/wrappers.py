@@ -13,7 +13,7 @@ from itertools import dropwhile, takewhile
 from posixpath import commonprefix
 from typing import Literal
 
-from carrel.policy.shell.arguments import Argument, Unknown, shown
+from carrel.policy.shell.arguments import Argument, Unknown, shown, word_set
 from carrel.policy.shell.options import effects
 from carrel.policy.shell.syntax import Dialect
 
@@ -56,34 +56,30 @@ class _NotKnown(Exception):
     """What a program runs is not known; the message is the reason to ask."""
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
 _PLAIN = _Options()
 _TABLE: dict[str, _Options] = {
-    "nice": _Options(valued="n", valued_names=_names("adjustment"), numbers=True),
+    "nice": _Options(valued="n", valued_names=word_set("adjustment"), numbers=True),
     "nohup": _PLAIN,
-    "setsid": _Options("cfw", names=_names("ctty fork wait")),
-    "stdbuf": _Options(valued="ioe", valued_names=_names("input output error")),
+    "setsid": _Options("cfw", names=word_set("ctty fork wait")),
+    "stdbuf": _Options(valued="ioe", valued_names=word_set("input output error")),
     "timeout": _Options(
-        "v", "ks", _names("foreground preserve-status verbose"), _names("kill-after signal"), operands=1
+        "v", "ks", word_set("foreground preserve-status verbose"), word_set("kill-after signal"), operands=1
     ),
-    "time": _Options("apqv", "fo", _names("append portability quiet verbose"), _names("format output")),
-    "ionice": _Options("t", "cn", _names("ignore"), _names("class classdata")),
-    "taskset": _Options("ac", names=_names("all-tasks cpu-list"), operands=1),
+    "time": _Options("apqv", "fo", word_set("append portability quiet verbose"), word_set("format output")),
+    "ionice": _Options("t", "cn", word_set("ignore"), word_set("class classdata")),
+    "taskset": _Options("ac", names=word_set("all-tasks cpu-list"), operands=1),
     "chrt": _Options("abfiorRv", "TPD", operands=1),
-    "chroot": _Options(names=_names("skip-chdir"), valued_names=_names("userspec groups"), operands=1),
-    "unshare": _Options("muinpUCTrcf", "RwSG", _names("mount uts ipc net pid user cgroup time fork map-root-user")),
+    "chroot": _Options(names=word_set("skip-chdir"), valued_names=word_set("userspec groups"), operands=1),
+    "unshare": _Options("muinpUCTrcf", "RwSG", word_set("mount uts ipc net pid user cgroup time fork map-root-user")),
     "sudo": _Options(
-        "AbEHknPS", "ugpCDRTrth", _names("askpass background preserve-env set-home non-interactive"),
-        _names("user group prompt chdir"), assignments=True,
+        "AbEHknPS", "ugpCDRTrth", word_set("askpass background preserve-env set-home non-interactive"),
+        word_set("user group prompt chdir"), assignments=True,
     ),
     "doas": _Options("n", "u"),
-    "strace": _Options("fFtTvVxqhirykzcCdDnY", "eoOPsSauEIXb", _names("follow-forks summary-only")),
+    "strace": _Options("fFtTvVxqhirykzcCdDnY", "eoOPsSauEIXb", word_set("follow-forks summary-only")),
     "flock": _Options(
-        "sxneuoF", "wE", _names("shared exclusive nonblock unlock close no-fork verbose"),
-        _names("timeout wait conflict-exit-code"), operands=1,
+        "sxneuoF", "wE", word_set("shared exclusive nonblock unlock close no-fork verbose"),
+        word_set("timeout wait conflict-exit-code"), operands=1,
     ),
     "gosu": _Options(operands=1),
     "su-exec": _Options(operands=1),
@@ -100,14 +96,15 @@ _TABLE: dict[str, _Options] = {
     "pdm run": _PLAIN,
     "bundle exec": _PLAIN,
     "uv run": _Options(
-        "qvn", "p", _names("no-sync frozen locked isolated quiet verbose no-project no-dev all-extras active offline"),
-        _names("python extra group project directory env-file"),
+        "qvn", "p",
+        word_set("no-sync frozen locked isolated quiet verbose no-project no-dev all-extras active offline"),
+        word_set("python extra group project directory env-file"),
     ),
 }  # fmt: skip
 _BESIDE = frozenset({"chroot", "sudo", "doas", "unshare", "flock"})
 """Wrappers that may run the program in another directory."""
 _OTHER_SHELLS = frozenset({"zsh", "ksh", "mksh", "fish", "csh", "tcsh", "pwsh", "rbash", "yash", "rc", "nu", "xonsh"})
-_OPAQUE = _names(
+_OPAQUE = word_set(
     "parallel su runuser script nsenter setpriv systemd-run bwrap firejail start-stop-daemon entr at batch prlimit "
     "numactl ltrace rlwrap fakeroot faketime capsh machinectl proot chpst daemonize"
 )
@@ -277,7 +274,11 @@ def _may_begin(argument: Argument, text: str) -> bool:
 
 
 _ENV = _Options(
-    "i0v", "uC", _names("ignore-environment null debug list-signal-handling"), _names("unset chdir"), assignments=True
+    "i0v",
+    "uC",
+    word_set("ignore-environment null debug list-signal-handling"),
+    word_set("unset chdir"),
+    assignments=True,
 )
 _SPLIT = re.compile(r"[A-Za-z0-9_./=:,+@%-]+(?: +[A-Za-z0-9_./=:,+@%-]+)*")
 _MOST_SPLITS = 20
@@ -322,8 +323,8 @@ def _env(name: str, rest: Arguments, found: Inside) -> None:
 
 
 _XARGS = _Options(
-    "0rtpxo", "adEILnPs", _names("null no-run-if-empty verbose interactive exit open-tty max-lines replace eof"),
-    _names("arg-file delimiter max-args max-procs max-chars process-slot-var"),
+    "0rtpxo", "adEILnPs", word_set("null no-run-if-empty verbose interactive exit open-tty max-lines replace eof"),
+    word_set("arg-file delimiter max-args max-procs max-chars process-slot-var"),
 )  # fmt: skip
 
 
@@ -462,7 +463,7 @@ def _shell(name: str, rest: Arguments, found: Inside) -> None:
         found.file = True
 
 
-SAFE_OPTIONS = _names(
+SAFE_OPTIONS = word_set(
     "errexit nounset xtrace noglob verbose noexec noclobber errtrace functrace pipefail physical notify monitor hashall"
 )
 """Names for `set -o` that do not change how the shell reads text."""
@@ -470,7 +471,7 @@ SAFE_OPTIONS = _names(
 
 def _watch(name: str, rest: Arguments, found: Inside) -> None:
     options = _Options(
-        "bcdegtwx", "nq", _names("beep color differences errexit chgexit no-title no-wrap exec"), _names("interval")
+        "bcdegtwx", "nq", word_set("beep color differences errexit chgexit no-title no-wrap exec"), word_set("interval")
     )
     at = _skip(name, rest, options)
     if any(isinstance(each, str) and (each == "--exec" or re.fullmatch(r"-[a-z]*x[a-z]*", each)) for each in rest[:at]):
