@@ -313,31 +313,6 @@ def build(arch: str | None = None, more: Mapping[str, Check] = MappingProxyType(
     return _Assembler().program(AUDIT_ARCH[arch], _ranges(table, more))
 
 
-def evaluate(program: bytes, arch: str, nr: int, args: Sequence[int] = ()) -> int:
-    """Return the action of the program for a call, computed without the kernel; `arch` is a key of AUDIT_ARCH."""
-    padded = [argument & 0xFFFFFFFFFFFFFFFF for argument in args] + [0] * (6 - len(args))
-    data = struct.pack("=IIQ6Q", nr & 0xFFFFFFFF, AUDIT_ARCH[arch], 0, *padded)
-    code = list(_INSTRUCTION.iter_unpack(program))
-    accumulator = at = 0
-    while True:
-        operation, true, false, value = code[at]
-        at += 1
-        if operation == _LD:
-            (accumulator,) = struct.unpack_from("=I", data, value)
-        elif operation == _AND:
-            accumulator &= value
-        elif operation == _JA:
-            at += value
-        elif operation == _JEQ:
-            at += true if accumulator == value else false
-        elif operation == _JGE:
-            at += true if accumulator >= value else false
-        elif operation == _RET:
-            return int(value)
-        else:
-            raise PlatformError(f"the filter holds an unknown instruction {operation:#x}")
-
-
 # --- kernel ---------------------------------------------------------------------------------------------
 
 _SET_MODE_FILTER, _GET_ACTION_AVAIL = 1, 2

@@ -29,7 +29,7 @@ from carrel.primitives.leftovers import remove_leftover
 from carrel.primitives.libc import rename_new
 from carrel.primitives.trees import remove_live_tree
 from carrel.supervisor.drafts import CHUNK, Draft
-from carrel.supervisor.http import Json, Request, Response, Router, json_response
+from carrel.supervisor.http import Json, Request, Response, Router, json_response, require_known
 from carrel.supervisor.paths import Place, Root, refusal, refusing, text
 from carrel.supervisor.trees import Entry, Walk, entry_at
 
@@ -200,7 +200,7 @@ class Files:
     # routes
 
     async def _read(self, request: Request) -> Response:
-        _known(request, {"path", "offset", "length"})
+        require_known(request.query, {"path", "offset", "length"}, "parameter")
         relative = self._path(request)
         offset = request.number("offset", 0)
         handle = self.root.open(relative, os.O_RDONLY | _SAFE)
@@ -221,7 +221,7 @@ class Files:
                 os.close(handle)
 
     async def _write(self, request: Request) -> Response:
-        _known(request, {"path", "mode", "parents", "exclusive"})
+        require_known(request.query, {"path", "mode", "parents", "exclusive"}, "parameter")
         relative = self._file_path(request.query.get("path", ""))
         mode = _mode(request.query.get("mode"))
         exclusive = request.flag("exclusive")
@@ -236,11 +236,11 @@ class Files:
         return json_response(describe(Entry(relative, entry.status, None)))
 
     async def _stat(self, request: Request) -> Response:
-        _known(request, {"path"})
+        require_known(request.query, {"path"}, "parameter")
         return json_response(self._info(self._path(request)))
 
     async def _list(self, request: Request) -> Response:
-        _known(request, {"path", "recursive", "limit"})
+        require_known(request.query, {"path", "recursive", "limit"}, "parameter")
         relative = self.root.relative(request.query.get("path", "."))
         limit = request.number("limit", 1000)
         if not 1 <= limit <= LIST_LIMIT:
@@ -316,7 +316,7 @@ class Files:
             os.close(handle)
 
     async def _delete(self, request: Request) -> Response:
-        _known(request, {"path", "recursive"})
+        require_known(request.query, {"path", "recursive"}, "parameter")
         relative = self._path(request)
         with self.root.place(relative) as place, refusing(relative):
             status = os.stat(place.name, dir_fd=place.directory, follow_symlinks=False)
@@ -385,20 +385,11 @@ def _regular(status: os.stat_result, relative: bytes, field: str = "path") -> No
         raise InvalidPath(f"{text(relative)!r} is not a regular file", field=field)
 
 
-def _known(request: Request, names: set[str]) -> None:
-    unknown = sorted(request.query.keys() - names)
-    if unknown:
-        hint = f"known: {', '.join(sorted(names))}"
-        raise InvalidRequest(f"unknown parameter {unknown[0][:40]!r}", field=unknown[0][:40], hint=hint)
-
-
 async def _body(request: Request, *, texts: set[str], flags: set[str], maybe: Collection[str] = ()) -> Json:
     body = await request.json()
     words = texts.union(maybe)
+    require_known(body, words | flags, "field")
     for name, value in body.items():
-        if name not in words | flags:
-            hint = f"known: {', '.join(sorted(words | flags))}"
-            raise InvalidRequest(f"unknown field {name[:40]!r}", field=name[:40], hint=hint)
         if not isinstance(value, str if name in words else bool):
             kind = "a string" if name in words else "true or false"
             raise InvalidRequest(f"'{name}' must be {kind}", field=name)

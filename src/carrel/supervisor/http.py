@@ -7,8 +7,9 @@ of commands or files. Everything it needs is imported with it: the file system i
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -126,6 +127,23 @@ def problem_response(error: CarrelError) -> Response:
     response = json_response(error.problem(), error.status)
     response.content_type = b"application/problem+json"
     return response
+
+
+def decode_base64(text: object, what: str, field: str) -> bytes:
+    """Decode a value of a body that must be base64 text."""
+    try:
+        if isinstance(text, str):
+            return base64.b64decode(text, validate=True)
+    except ValueError:
+        pass
+    raise InvalidRequest(f"{what} is not base64", field=field)
+
+
+def require_known(given: Iterable[str], known: Collection[str], kind: str) -> None:
+    """Refuse names of parameters or fields that are not known."""
+    for name in sorted(set(given).difference(known)):
+        hint = f"known: {', '.join(sorted(known))}"
+        raise InvalidRequest(f"unknown {kind} {name[:40]!r}", field=name[:40], hint=hint)
 
 
 Handler = Callable[[Request], Awaitable[Response]]

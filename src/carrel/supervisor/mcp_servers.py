@@ -7,7 +7,6 @@ variables, user, limits and masks.
 from __future__ import annotations
 
 import itertools
-import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,19 +14,18 @@ from dataclasses import replace
 from carrel.errors import InvalidRequest, LimitExceeded, NotFound
 from carrel.supervisor.command import Order
 from carrel.supervisor.commands import Commands
-from carrel.supervisor.http import Json, Request, Response, Router, json_response
+from carrel.supervisor.http import Json, Request, Response, Router, json_response, require_known
 from carrel.supervisor.mcp_lines import MOST_LINE
 from carrel.supervisor.mcp_log import KEPT
 from carrel.supervisor.mcp_server import Declaration, Server
 from carrel.supervisor.output import Budget
-from carrel.supervisor.python.calls import ENVIRONMENTS
+from carrel.supervisor.python.calls import environment_path, python_in
 
 MOST_SERVERS = 16
 MOST_GENERATION = 256
 LOG_LIMIT = 64 * 1024
 DEADLINE_MS, LONGEST_DEADLINE_MS = 10_000, 60_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_ENVIRONMENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _FIELDS = {"command", "cwd", "variables", "environment", "generation"}
 
 
@@ -87,16 +85,15 @@ class McpServers:
         return json_response(server.info(), 201)
 
     def _declaration(self, body: Json) -> Declaration:
-        if unknown := sorted(body.keys() - _FIELDS):
-            known = f"known: {', '.join(sorted(_FIELDS))}"
-            raise InvalidRequest(f"unknown field {unknown[0][:40]!r}", field=unknown[0][:40], hint=known)
+        require_known(body, _FIELDS, "field")
         command, cwd, generation = body.get("command"), body.get("cwd"), body.get("generation")
         if not isinstance(command, list) or not command or not command[0]:
             raise InvalidRequest("'command' must be a list of texts that begins with a program", field="command")
         if not isinstance(generation, str) or not 0 < len(generation) <= MOST_GENERATION:
             why = f"'generation' must be a text of 1 to {MOST_GENERATION} characters"
             raise InvalidRequest(why, field="generation")
-        place = _place(body.get("environment"))
+        environment = body.get("environment")
+        place = None if environment is None else environment_path(environment, "environment")
         wanted: Json = {"command": command, "cwd": cwd, "env": body.get("variables")}
         # Check now everything except the directory, which may be created before the first start.
         self._release(self._order({**wanted, "cwd": None}))
@@ -104,9 +101,8 @@ class McpServers:
             raise InvalidRequest("'cwd' must be text", field="cwd")
 
         def order() -> Order:
-            if place is not None and not os.access(f"{place}/bin/python", os.X_OK):
-                why = f"there is no environment '{os.path.basename(place)}' in this sandbox"
-                raise NotFound(why, field="environment", hint="attach it first")
+            if place is not None:
+                python_in(place, "environment")
             return _within(place, self._order(wanted), wanted["env"] or {})
 
         return Declaration(generation, order, self._release)
@@ -143,16 +139,6 @@ class McpServers:
         if not 0 < limit <= KEPT:
             raise InvalidRequest(f"'limit' must be from 1 to {KEPT}", field="limit")
         return json_response(server.log.read(request.number("offset", 0), limit))
-
-
-def _place(value: object) -> str | None:
-    """Return the path of an attached environment, given by its name or its path."""
-    if value is None:
-        return None
-    name = value.removeprefix(f"{ENVIRONMENTS}/") if isinstance(value, str) else ""
-    if not _ENVIRONMENT.fullmatch(name):
-        raise InvalidRequest("'environment' must be the name of an environment", field="environment")
-    return f"{ENVIRONMENTS}/{name}"
 
 
 def _within(place: str | None, order: Order, given: dict[str, str]) -> Order:

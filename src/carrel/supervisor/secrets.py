@@ -7,12 +7,11 @@ the current set, and one rename replaces the whole set.
 
 from __future__ import annotations
 
-import base64
 import os
 import re
 
 from carrel.errors import InvalidRequest, LimitExceeded, Unsupported
-from carrel.supervisor.http import Json, Request, Response, Router, json_response
+from carrel.supervisor.http import Json, Request, Response, Router, decode_base64, json_response
 
 MOST, LARGEST, ALTOGETHER = 512, 512 * 1024, 1536 * 1024
 """Limits of a set: number of secrets, bytes of one, bytes of all, including the certificates that a sandbox trusts. The
@@ -118,16 +117,9 @@ def _checked(body: Json) -> dict[str, bytes]:
     for name, text in given.items():
         if not _NAME.fullmatch(name):
             raise InvalidRequest("a secret's name must be letters, digits and _.-, at most 128", field="secrets")
-        try:
-            values[name] = base64.b64decode(text, validate=True) if isinstance(text, str) else _bad(name)
-        except ValueError:
-            _bad(name)
+        values[name] = decode_base64(text, f"the value of the secret {name}", "secrets")
         if len(values[name]) > LARGEST:
             raise LimitExceeded(f"the secret {name} is larger than {LARGEST} bytes", field="secrets")
     if sum(map(len, values.values())) > ALTOGETHER:
         raise LimitExceeded(f"the secrets have more than {ALTOGETHER} bytes together", field="secrets")
     return values
-
-
-def _bad(name: str) -> bytes:
-    raise InvalidRequest(f"the value of the secret {name} is not base64", field="secrets")

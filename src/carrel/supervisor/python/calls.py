@@ -6,7 +6,6 @@ Knows the paths of interpreters. The control plane has decided before which one 
 from __future__ import annotations
 
 import asyncio
-import base64
 import os
 import re
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from carrel.supervisor.answers import result_of
 from carrel.supervisor.command import Command, Order
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.files import Files, Stamp
-from carrel.supervisor.http import Json, Request, Response, Router, json_response
+from carrel.supervisor.http import Json, Request, Response, Router, decode_base64, json_response
 from carrel.supervisor.produced import ProducedFiles
 from carrel.supervisor.python.hosts import Host, Interpreters, imports_of, modules
 from carrel.supervisor.reaper import Stdio, find_program
@@ -86,7 +85,7 @@ class Python:
     async def _have(self, request: Request) -> Response:
         """Make the packages of an environment the default of commands and of calls that name no environment."""
         body = await request.json()
-        programs = os.path.dirname(self._shared(body.get("env")))
+        programs = os.path.dirname(_shared(body.get("env")))
         given = os.path.dirname(programs), modules(body.get("imports"))
         if given != (self._packages, self._ahead):
             kept = [each for each in self._env["PATH"].split(os.pathsep) if each != f"{self._packages}/bin"]
@@ -145,7 +144,7 @@ class Python:
 
     def _python(self, env: object) -> str:
         if env is not None:
-            return self._shared(env)
+            return _shared(env)
         if self._isolated and os.access(_OWN, os.X_OK):
             return _OWN
         if self._packages is not None:
@@ -159,37 +158,39 @@ class Python:
             raise Unsupported("there is no Python in this sandbox", hint="use a template that has one")
         return found
 
-    @staticmethod
-    def _shared(env: object) -> str:
-        """Return the path of the Python of an attached environment."""
-        name = env.removeprefix(f"{ENVIRONMENTS}/") if isinstance(env, str) else ""
-        if not _NAME.fullmatch(name):
-            raise InvalidRequest("'env' must be the name of an environment", field="env")
-        python = f"{ENVIRONMENTS}/{name}/bin/python"
-        if not os.access(python, os.X_OK):
-            raise NotFound(f"there is no environment '{name}' in this sandbox", field="env", hint="attach it first")
-        return python
-
     def _imports(self, python: str) -> list[str]:
         """Return the modules to import in advance: those of the template for its packages, else of the environment."""
         seen = self._packages is not None and python in {_OWN, f"{self._packages}/bin/python"}
         return self._ahead if seen else imports_of(python)
 
 
+def _shared(env: object) -> str:
+    return python_in(environment_path(env, "env"), "env")
+
+
+def environment_path(value: object, field: str) -> str:
+    """Return the path of an environment, given by its name or its path."""
+    name = value.removeprefix(f"{ENVIRONMENTS}/") if isinstance(value, str) else ""
+    if not _NAME.fullmatch(name):
+        raise InvalidRequest(f"'{field}' must be the name of an environment", field=field)
+    return f"{ENVIRONMENTS}/{name}"
+
+
+def python_in(environment: str, field: str) -> str:
+    """Return the path of the Python of an attached environment, or raise `NotFound`."""
+    python = f"{environment}/bin/python"
+    if not os.access(python, os.X_OK):
+        why = f"there is no environment '{os.path.basename(environment)}' in this sandbox"
+        raise NotFound(why, field=field, hint="attach it first")
+    return python
+
+
 def put_files(files: Files, given: object) -> list[Stamp]:
     """Write files that are given as base64 to the workspace; return their stamps for `ProducedFiles.watching`."""
     if given is not None and not isinstance(given, dict):
         raise InvalidRequest("'files' must map paths to base64 text", field="files")
-    decoded = {path: _decode(path, text) for path, text in (given or {}).items()}
+    decoded = {
+        path: decode_base64("" if text is None else text, f"the content of {path[:200]!r}", "files")
+        for path, text in (given or {}).items()
+    }
     return [files.write_bytes(path, data, None) for path, data in decoded.items()]
-
-
-def _decode(path: str, text: object) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True) if isinstance(text, str) else b"" if text is None else _bad(path)
-    except ValueError:
-        return _bad(path)
-
-
-def _bad(path: str) -> bytes:
-    raise InvalidRequest(f"the content of {path[:200]!r} is not base64", field="files")
