@@ -286,6 +286,7 @@ def _request(trust: str | None, limits: Mapping[str, float | None]) -> SandboxRe
 
 @asynccontextmanager
 async def _started(resolved: Resolved, workspaces: str) -> AsyncIterator[LocalSandbox]:
+    from carrel.primitives.trees import remove_tree
     from carrel.providers.base import Capability, Launch
     from carrel.workspaces.layout import CANONICAL_UID, Facts, Layout
 
@@ -320,18 +321,7 @@ async def _started(resolved: Resolved, workspaces: str) -> AsyncIterator[LocalSa
         if box is not None:
             box.connection.close()
         await provider.remove(handle)
-        await asyncio.to_thread(_empty, workspace)
-
-
-def _empty(workspace: str) -> None:
-    """Remove everything in a workspace, whatever the sandbox made there."""
-    from carrel.primitives.trees import empty_directory
-
-    descriptor = os.open(workspace, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        empty_directory(descriptor)
-    finally:
-        os.close(descriptor)
+        await asyncio.to_thread(remove_tree, workspace)
 
 
 async def _close(zygote: ZygoteClient, warming: asyncio.Future[dict[str, Any]]) -> None:

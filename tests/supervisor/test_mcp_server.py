@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.supervisor.mcp_server import FIRST_WAIT_S, GOOD_S, LONGEST_WAIT_S, QUICK_S, Backoff
+from carrel.supervisor.mcp_server import FIRST_WAIT_S, GOOD_S, LONGEST_WAIT_S, QUICK_S, RestartDelay
 
 
 def test_each_quick_end_doubles_the_wait() -> None:
-    backoff, now, waits = Backoff(), 100.0, []
+    backoff, now, waits = RestartDelay(), 100.0, []
     for _ in range(10):
         backoff.ended(now, 0.1)
         waits.append(backoff.left(now))
@@ -20,7 +20,7 @@ def test_each_quick_end_doubles_the_wait() -> None:
 
 
 def test_only_a_long_life_makes_up_for_quick_ends() -> None:
-    backoff = Backoff()
+    backoff = RestartDelay()
     for now in (0.0, 1.0):
         backoff.ended(now, 0.0)
     backoff.ended(10.0, QUICK_S)
@@ -35,7 +35,7 @@ def test_only_a_long_life_makes_up_for_quick_ends() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 1000)), max_size=50))
 def test_a_wait_is_never_out_of_bounds(lives: list[tuple[float, float]]) -> None:
-    backoff, now = Backoff(), 0.0
+    backoff, now = RestartDelay(), 0.0
     for lived, rest in lives:
         now += lived
         backoff.ended(now, lived)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 
 from carrel.errors import AlreadyExists, LimitExceeded, NotFound, NotRunning
+from carrel.primitives.backoff import Backoff
 from carrel.supervisor import command_input
 from carrel.supervisor.command import Command, Order, signal_number
 from carrel.supervisor.output import STDERR, STDOUT, Budget, Output, read_some
@@ -366,7 +367,7 @@ class Commands:
         task.add_done_callback(self._tasks.discard)
 
     async def _kill(self, command: Command) -> None:
-        pause = 0.0005
+        backoff = Backoff(0.0005, 0.05)
         try:
             while True:
                 runner = command.runner
@@ -377,8 +378,7 @@ class Commands:
                 left = runner.kill_below() if runner else kill_below(self._pid, tuple(self._runners))
                 if left == 0 and (not command.running or runner is None):
                     return
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, 0.05)
+                await asyncio.sleep(backoff.next_pause())
         finally:
             command.killing = False
 

@@ -25,6 +25,7 @@ from carrel.errors import (
     PlatformError,
     TooLarge,
 )
+from carrel.primitives.cache import Cache
 from carrel.primitives.leftovers import remove_leftover
 from carrel.primitives.libc import rename_new
 from carrel.primitives.trees import remove_live_tree
@@ -127,7 +128,7 @@ class Files:
 
     def __init__(self) -> None:
         self._editing = asyncio.Lock()
-        self._edited: dict[str | None, Json] = {}  # by the caller's own id
+        self._edited: Cache[str, Json] = Cache(EDITS_REMEMBERED)  # by the caller's own id
 
     def configure(self, workspace: str) -> None:
         """Open the workspace. Called once, before anything else."""
@@ -266,8 +267,8 @@ class Files:
         relative = self._file_path(body["path"])
         # One edit at a time, so that two edits of the same file both take effect.
         async with self._editing:
-            if (told := self._edited.get(body.get("id"))) is not None:
-                return json_response(told)
+            if "id" in body and (earlier := self._edited.get(body["id"])) is not None:
+                return json_response(earlier)
             with self.root.target(relative) as place:
                 before, content = await _load(place)
                 replaced = _occurrences(content, old, replace_all=body.get("replace_all", False))
@@ -283,9 +284,7 @@ class Files:
                     entry = draft.publish(exclusive=False)
             answer = {"replaced": replaced, "file": describe(Entry(relative, entry.status, None))}
             if "id" in body:
-                self._edited[body["id"]] = answer
-                if len(self._edited) > EDITS_REMEMBERED:
-                    del self._edited[next(iter(self._edited))]
+                self._edited.put(body["id"], answer)
         return json_response(answer)
 
     async def _move(self, request: Request) -> Response:

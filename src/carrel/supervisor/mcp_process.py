@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from carrel.errors import LimitExceeded, McpServerFailed, NotRunning
+from carrel.primitives.backoff import Backoff
 from carrel.supervisor.answers import frame
 from carrel.supervisor.command import Order, exit_of
 from carrel.supervisor.commands import LAST_DRAIN, READ_SIZE, Commands
@@ -331,9 +332,9 @@ class Process:
     def _kill(self) -> None:
         if not self._killing:
             self._killing = True
-            self._kill_more(0.001, time.monotonic() + STUCK_S)
+            self._kill_more(Backoff(0.001, 0.05), time.monotonic() + STUCK_S)
 
-    def _kill_more(self, pause: float, until: float) -> None:
+    def _kill_more(self, backoff: Backoff, until: float) -> None:
         if self.over.done():
             return
         now = time.monotonic()
@@ -342,7 +343,7 @@ class Process:
         elif now > until:  # nothing is left, but the reaper does not report that: a process has stopped it
             self._commands.disown(self._runner)
             return
-        self._at(pause, self._kill_more, min(pause * 2, 0.05), until)
+        self._at(backoff.next_pause(), self._kill_more, backoff, until)
 
     def _at(self, seconds: float, call: Callable[..., None], *args: object) -> None:
         if self._timer is not None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from carrel.errors import CarrelError, Conflict, LimitExceeded, McpServerFailed, NotFound, NotRunning
+from carrel.primitives.backoff import Backoff
 from carrel.supervisor.command import Order, exit_of
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.mcp_log import Log
@@ -29,20 +30,19 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 60.0
 START_S = 10.0
 
 
-class Backoff:
+class RestartDelay:
     """Decides how long a failing server has to wait. Pure: the caller passes the time."""
 
     def __init__(self) -> None:
-        self._quick = 0
+        self._backoff = Backoff(FIRST_WAIT_S, LONGEST_WAIT_S)
         self._until = 0.0
 
     def ended(self, now: float, lived: float) -> None:
         """Record that a process has ended although nobody asked for that."""
         if lived >= GOOD_S:
-            self._quick = 0
+            self._backoff.reset()
         if lived < QUICK_S:
-            self._until = now + min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** min(self._quick, 16))
-            self._quick += 1
+            self._until = now + self._backoff.next_pause()
 
     def left(self, now: float) -> float:
         """Return the seconds until the next start is allowed."""
@@ -79,7 +79,7 @@ class Server:
 
     def _declare(self, declared: Declaration) -> None:
         self._declared = declared
-        self._backoff = Backoff()
+        self._delay = RestartDelay()
         self._incarnation = self._starts = self._restarts = 0
         self._last_exit: dict[str, Any] | None = None
         self._reason: str | None = None
@@ -89,7 +89,7 @@ class Server:
 
     def info(self) -> dict[str, Any]:
         running = self._running()
-        wait = 0.0 if running else self._backoff.left(time.monotonic())
+        wait = 0.0 if running else self._delay.left(time.monotonic())
         if running is not None:
             state = "running"
         elif wait > 0:
@@ -130,7 +130,7 @@ class Server:
             return process.messages()
 
     async def _start(self) -> Process:
-        wait = self._backoff.left(time.monotonic())
+        wait = self._delay.left(time.monotonic())
         if wait > 0:
             raise McpServerFailed(
                 f"MCP server '{self.name}' {self._reason}; it may start again in {wait:.1f} s",
@@ -176,7 +176,7 @@ class Server:
         self._reason = f"cannot be started: {program}: {words}".encode(errors="replace").decode()
         self._last_exit = {"exit_code": 127 if code == errno.ENOENT else 126, "signal": None}
         self._failing = True
-        self._backoff.ended(time.monotonic(), 0.0)
+        self._delay.ended(time.monotonic(), 0.0)
         self.log.say(f"carrel: {self._reason}".encode())
         return McpServerFailed(
             f"MCP server '{self.name}' {self._reason}",
@@ -209,7 +209,7 @@ class Server:
             return
         now = time.monotonic()
         self._failing = True
-        self._backoff.ended(now, now - process.began)
+        self._delay.ended(now, now - process.began)
         if process.reason is None and (code != 0 or now - process.began < QUICK_S):
             process.reason = f"was ended by {name}" if code is None else f"ended by itself with exit code {code}"
         self._reason = process.reason
@@ -229,7 +229,7 @@ class Server:
         async with self._turn:
             self._check_open()
             await self._end("was stopped")
-            self._backoff = Backoff()
+            self._delay = RestartDelay()
             self._reason, self._failing = None, False
 
     async def close(self) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from carrel.errors import CarrelError, Unsupported
 from carrel.primitives import libc
+from carrel.primitives.backoff import Backoff
 from carrel.primitives.trees import remove_live_tree
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.conditions import Conditions, conditions
@@ -136,10 +137,9 @@ class Reset:
     async def _end_commands(self) -> None:
         for command in self._commands.all():
             self._commands.forget(command)
-        pause = 0.0005
-        while self._commands.left_behind:
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 0.02)
+        backoff = Backoff(0.0005, 0.02)
+        while self._commands.left_behind:  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(backoff.next_pause())
 
 
 def _record(handle: int, status: os.stat_result, left: list[int]) -> _Recorded:

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from carrel.errors import CarrelError, Conflict, LimitExceeded, NotFound
+from carrel.primitives.backoff import Backoff
 from carrel.supervisor.command import Order
 from carrel.supervisor.commands import LAST_DRAIN, READ_SIZE, Commands
 from carrel.supervisor.http import Json
@@ -335,13 +336,13 @@ class CodeContext:
         """Kill repeatedly until the host reports that nothing is left; right after, it may have other work."""
         if reaper not in self._ending:
             self._ending[reaper] = self._loop.create_future()
-            self._kill_more(reaper, 0.001)
+            self._kill_more(reaper, Backoff(0.001, 0.05))
         return self._ending[reaper]
 
-    def _kill_more(self, reaper: Reaper, pause: float) -> None:
+    def _kill_more(self, reaper: Reaper, backoff: Backoff) -> None:
         if reaper in self._ending:
             reaper.kill_below()
-            self._loop.call_later(pause, self._kill_more, reaper, min(pause * 2, 0.05))
+            self._loop.call_later(backoff.next_pause(), self._kill_more, reaper, backoff)
 
     async def end(self) -> None:
         """Kill the process and everything that it started."""
