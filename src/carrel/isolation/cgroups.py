@@ -136,7 +136,7 @@ class Cgroups:
 
     @property
     def controllers(self) -> frozenset[str]:
-        """Those of `memory` and `cpu` that can be used."""
+        """The usable controllers: `memory`, `cpu` or both."""
         return frozenset(self._directories)
 
     @property

@@ -224,7 +224,7 @@ def search(patterns: Sequence[str], *, further: bool = False) -> Iterator[tuple[
         for path, meant, visited in _walk(top, [rest for rest, _ in rests], further=further):
             left -= visited
             if left < 0:
-                raise PlatformError(f"more than {LARGEST_WALK} files were looked at for what is to be masked")
+                raise PlatformError(f"more than {LARGEST_WALK} files had to be searched for paths to mask")
             if path is not None:
                 above = min(needed[index] for index in meant)
                 yield from ((each, above) for each in _maskable(path))

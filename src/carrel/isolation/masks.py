@@ -50,8 +50,8 @@ class Masks:
 
     def text(self, program: str) -> str:
         """Return the line that a masked program prints."""
-        told = self.refusal.get(program)
-        return _plain_refusal(program) if told is None else told.rstrip("\n") + "\n"
+        refusal = self.refusal.get(program)
+        return _plain_refusal(program) if refusal is None else refusal.rstrip("\n") + "\n"
 
 
 Part = str | Callable[[str], object] | None
@@ -195,7 +195,7 @@ def unpack(packed: bytes) -> Masks:
             _texts(body["programs"]),
             _texts(body["hidden"]),
             None if writable is None else _texts(writable),
-            {_text(program): _text(told) for program, told in body["refusal"].items()},
+            {_text(program): _text(refusal) for program, refusal in body["refusal"].items()},
             _texts(body["readonly"]),
         )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

@@ -134,8 +134,8 @@ def _kill(pid: int) -> bool:
 
 def machine_shared(proc: str = "/proc") -> int:
     """Return the bytes of shared memory on the whole machine: a cheap hint whether counting is worthwhile."""
-    told = read_if_there(f"{proc}/meminfo").partition(b"\nShmem:")[2].split(None, 1)
-    return int(told[0]) * 1024 if told else 0
+    fields = read_if_there(f"{proc}/meminfo").partition(b"\nShmem:")[2].split(None, 1)
+    return int(fields[0]) * 1024 if fields else 0
 
 
 def shared_memory_device() -> int:
@@ -182,10 +182,10 @@ def count_all(watched: Sequence[WatchedSandbox]) -> bytes:
 def parse_counted(text: bytes) -> dict[int, Shared]:
     """Return the counts by first process; none when the counting process was killed."""
     try:
-        told = json.loads(text)
+        counts = json.loads(text)
     except ValueError:
         return {}
-    return {int(pid): Shared(_numbered(processes), uncountable) for pid, (processes, uncountable) in told.items()}
+    return {int(pid): Shared(_numbered(processes), uncountable) for pid, (processes, uncountable) in counts.items()}
 
 
 def _numbered(processes: Mapping[str, Mapping[str, int]]) -> dict[int, dict[int, int]]:
@@ -256,16 +256,16 @@ def _segments(descriptor: int) -> int:
     if descriptor < 0:
         return 0
     os.lseek(descriptor, 0, os.SEEK_SET)
-    told = b""
+    table = b""
     while chunk := os.read(descriptor, 65536):
-        told += chunk
-    return sum(sum(map(int, line.split()[-2:])) for line in told.splitlines()[1:])
+        table += chunk
+    return sum(sum(map(int, line.split()[-2:])) for line in table.splitlines()[1:])
 
 
 def _sockets(proc: str, pid: int) -> int:
     """Return the number of sockets in a process's network namespace, including closed ones that still hold data."""
-    told = read_if_there(f"{proc}/{pid}/net/sockstat").split(None, 3)
-    return int(told[2]) if len(told) > 2 else 0
+    fields = read_if_there(f"{proc}/{pid}/net/sockstat").split(None, 3)
+    return int(fields[2]) if len(fields) > 2 else 0
 
 
 def _open_files(proc: str, pid: int) -> int:

@@ -159,18 +159,18 @@ class Zygote:
         finally:
             os.close(write_end)
         self._counting = True
-        told, kills = bytearray(), {each.pid: each.kills for each in watched}
-        self._selector.register(read_end, selectors.EVENT_READ, lambda pipe: self._counted(pipe, told, kills))
+        received, kills = bytearray(), {each.pid: each.kills for each in watched}
+        self._selector.register(read_end, selectors.EVENT_READ, lambda pipe: self._counted(pipe, received, kills))
 
-    def _counted(self, pipe: int, told: bytearray, kills: Mapping[int, int]) -> None:
+    def _counted(self, pipe: int, received: bytearray, kills: Mapping[int, int]) -> None:
         """Read the result of the fork that counts, and use it when it is complete."""
         if chunk := os.read(pipe, 65536):
-            told += chunk
+            received += chunk
             return
         self._selector.unregister(pipe)
         os.close(pipe)
         self._counting = False
-        found = watchdog.parse_counted(bytes(told))
+        found = watchdog.parse_counted(bytes(received))
         for child in self._named.values():
             if child.watched is not None and child.pid in found:
                 child.watched.take_count(found[child.pid], kills[child.pid])
@@ -300,7 +300,7 @@ class Zygote:
             try:
                 self._spares.append(self._fork_child(rehearse=True))
             except (OSError, PlatformError) as error:
-                self._spares_wanted = 0  # whoever asks next gets the reason
+                self._spares_wanted = 0  # the next request gets the reason
                 print(f"no more spare sandboxes: {error}", file=sys.stderr, flush=True)  # noqa: T201 - our log
 
     def _receive(self, child: Child) -> None:
@@ -332,7 +332,7 @@ class Zygote:
         words = word.decode(errors="replace") or "the new process died while it was set up"
         if child in self._spares:
             self._spares.remove(child)
-            self._spares_wanted = 0  # whoever asks next gets the reason
+            self._spares_wanted = 0  # the next request gets the reason
             print(f"no more spare sandboxes: {words}", file=sys.stderr, flush=True)  # noqa: T201 - our log
         if self._named.get(child.name) is child and not child.waiting:
             del self._named[child.name]  # the caller may try again at once

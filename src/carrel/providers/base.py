@@ -16,7 +16,7 @@ from carrel.isolation.masks import Masks
 from carrel.models import Network, ProviderStatus
 
 Handle = dict[str, str | int | float | bool | None]
-"""Where a sandbox is: a flat JSON object. `provider`, `id` and `socket` are always there."""
+"""Identifies a sandbox: a flat JSON object, which always has `provider`, `id` and `socket`."""
 
 
 class Capability(StrEnum):

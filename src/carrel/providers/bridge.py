@@ -37,14 +37,14 @@ class Bridges:
     async def build(self, network: int, lifeline: int, users: int) -> Handle:
         """Connect a network namespace, and return fields for the handle. The descriptors stay the caller's."""
         loop = asyncio.get_running_loop()
-        ready, tell = os.pipe()
+        ready, ready_end = os.pipe()
         log = _bounded_log()
         answered: asyncio.Future[bytes] = loop.create_future()
         process: subprocess.Popen[bytes] | None = None
         try:
-            process = _spawn(network, lifeline, users, tell, log)
-            os.close(tell)
-            tell = -1
+            process = _spawn(network, lifeline, users, ready_end, log)
+            os.close(ready_end)
+            ready_end = -1
             loop.add_reader(ready, lambda: None if answered.done() else answered.set_result(os.read(ready, 8)))
             async with asyncio.timeout(DEADLINE_S):
                 if not await answered:
@@ -62,7 +62,7 @@ class Bridges:
             raise
         finally:
             loop.remove_reader(ready)
-            for descriptor in (ready, log, *((tell,) if tell >= 0 else ())):
+            for descriptor in (ready, log, *((ready_end,) if ready_end >= 0 else ())):
                 os.close(descriptor)
 
     async def gone(self, handle: Handle) -> None:

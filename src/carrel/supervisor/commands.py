@@ -487,6 +487,6 @@ class Commands:
     async def _sweep(self, lost: int) -> None:
         # In this order: while the reaper ends, its processes move to the supervisor, perhaps right after a scan.
         # The direct command and its descendants were never below the reaper.
-        while lost in processes() or kill_below(self._pid, (*self._runners, *self._by_pid)):  # noqa: ASYNC110 - nothing tells
+        while lost in processes() or kill_below(self._pid, (*self._runners, *self._by_pid)):  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.001)
         self._sweeps -= 1

@@ -98,10 +98,10 @@ class Draft:
         raise refused
 
     def _stages(self) -> Iterator[tuple[int, bytes]]:
-        """Where the second name may be, best first: from the top of the workspace down to the place itself.
+        """Yield directories and names for the second name, best first: from the top of the workspace downwards.
 
-        Where masks leave only some directories writable, the first that works is one of those, and the next sandbox
-        looks there too. Last comes a name that no agent can have taken on purpose.
+        If masks leave only some directories writable, the first that works is one of those, and the next sandbox
+        removes a leftover there too. The last name is random, so that no agent can block all of them.
         """
         yield self._root.fd, RESERVED
         parts = self._place.path.split(b"/")[:-1]

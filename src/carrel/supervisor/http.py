@@ -319,7 +319,7 @@ class Connection(asyncio.Protocol):
                 if not request._complete:
                     response.headers += ((b"connection", b"close"),)
                 await self._send(response)
-                if not request._complete:  # an unread body cannot be told from the next request
+                if not request._complete:  # an unread body cannot be distinguished from the next request
                     self._close()
                     return
                 self._buffered -= sum(map(len, request._chunks))

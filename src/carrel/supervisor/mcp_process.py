@@ -130,7 +130,7 @@ class Process:
             self._commands.disown(self._runner)
             raise
 
-    # telling
+    # state
 
     @property
     def ending(self) -> bool:
@@ -142,8 +142,8 @@ class Process:
 
     def _end(self, **more: object) -> bytes:
         code, name = exit_of(self.status)
-        told: dict[str, Any] = {"incarnation": self.incarnation, "exit_code": code, "signal": name}
-        return frame(END, json.dumps({**told, "reason": self.reason, "taken_over": False, **more}).encode())
+        body: dict[str, Any] = {"incarnation": self.incarnation, "exit_code": code, "signal": name}
+        return frame(END, json.dumps({**body, "reason": self.reason, "taken_over": False, **more}).encode())
 
     # messages
 

@@ -85,7 +85,7 @@ class Server:
         self._reason: str | None = None
         self._failing = False  # the last process ended although nobody asked for that
 
-    # telling
+    # state
 
     def info(self) -> dict[str, Any]:
         running = self._running()

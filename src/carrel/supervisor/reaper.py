@@ -159,30 +159,30 @@ def signal_below(root: int, number: int, stop: Sequence[int] = ()) -> int:
     the signal before its children: otherwise a shell that waits for a killed child could still report its exit code.
     """
     parents: dict[int, int] = {}
-    looked: set[int] = set()
-    told: set[int] = set()
+    seen: set[int] = set()
+    signalled: set[int] = set()
     lost: dict[int, int] = {}
     for _ in range(MOST_LOOKS):
-        new = set(_listed()) - looked
+        new = set(_listed()) - seen
         if not new:
-            return len(told)
-        looked |= new
+            return len(signalled)
+        seen |= new
         for pid in sorted(new, reverse=True):  # the youngest may be gone soon
             if (parent := _parent(pid)) is not None:
                 parents[pid] = parent
         for pid, parent in parents.items():
             if parent not in parents and lost.get(pid) != parent:  # twice the same parent: it is hidden from us
                 lost[pid] = parent
-                looked.discard(pid)
+                seen.discard(pid)
         for pid in descendants(root, parents, stop):
-            if pid in told:
+            if pid in signalled:
                 continue
-            told.add(pid)
+            signalled.add(pid)
             try:
                 os.kill(pid, number)
             except (ProcessLookupError, PermissionError):
                 pass
-    return len(told) or 1
+    return len(signalled) or 1
 
 
 def resume(pid: int) -> None:
@@ -292,7 +292,7 @@ def _run(orders: socket.socket, other_end: socket.socket) -> None:
     os.closerange(3, orders.fileno())
     os.closerange(orders.fileno() + 1, 2**31 - 1)
 
-    def tell(kind: bytes, value: int) -> None:
+    def report(kind: bytes, value: int) -> None:
         orders.send(struct.pack("=8sq", kind, value))
 
     while True:
@@ -308,10 +308,10 @@ def _run(orders: socket.socket, other_end: socket.socket) -> None:
         try:
             main = spawn(Program(tuple(fields[2 : 2 + count]), env, stdio, fields[0] or None), fds[1])
         except OSError as error:
-            tell(b"failed", error.errno or 0)
+            report(b"failed", error.errno or 0)
             main = 0
         else:
-            tell(b"started", main)
+            report(b"started", main)
         for descriptor in fds:
             os.close(descriptor)
         os.chdir("/")
@@ -321,5 +321,5 @@ def _run(orders: socket.socket, other_end: socket.socket) -> None:
             except ChildProcessError:
                 break
             if pid == main:
-                tell(b"ended", status)
-        tell(b"clean", 0)
+                report(b"ended", status)
+        report(b"clean", 0)

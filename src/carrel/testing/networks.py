@@ -122,6 +122,6 @@ async def bridge(harness: Harness) -> None:
 
 @check(Capability.NETWORK_HOST)
 async def host_network(harness: Harness) -> None:
-    """The host's network is the host's, with its loopback."""
+    """The network `host` is the host's own, with its loopback."""
     async with harness.sandbox(network=Network.HOST) as box, _listening("127.0.0.1") as port:
         assert await _reaches(box, "127.0.0.1", port)

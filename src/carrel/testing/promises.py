@@ -1,4 +1,4 @@
-"""The checks themselves: each is a promise in its docstring and the code that holds a provider to it."""
+"""The checks. The docstring of each is the promise that it checks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def handle_is_json(harness: Harness) -> None:
 
 @check(Capability.SURVIVES_RESTART)
 async def found_by_another_provider_object(harness: Harness) -> None:
-    """A provider object made later finds, reaches and removes a sandbox by its handle alone."""
+    """A provider object that is created later can find, use and remove a sandbox by its handle alone."""
     async with harness.sandbox() as box:
         later = harness.make_provider()
         try:
@@ -102,7 +102,7 @@ async def found_by_another_provider_object(harness: Harness) -> None:
 
 @check()
 async def stranger_is_not_alive(harness: Harness) -> None:
-    """A handle of a sandbox that never was is not alive, and removing it does nothing."""
+    """The handle of a sandbox that never existed is not alive, and removing it does nothing."""
     async with harness.sandbox() as box:
         strange = {
             **box.handle,
@@ -118,7 +118,7 @@ async def stranger_is_not_alive(harness: Harness) -> None:
 
 @check()
 async def failed_start_leaves_nothing(harness: Harness) -> None:
-    """A start that cannot succeed raises an error of carrel's and leaves no sandbox."""
+    """A start that fails raises an error of carrel and leaves no sandbox."""
     workspace = harness.workspace()
     os.rmdir(workspace)
     try:
@@ -169,14 +169,14 @@ async def command_result(harness: Harness) -> None:
 
 @check()
 async def command_not_found(harness: Harness) -> None:
-    """A program that does not exist is exit code 127, as in a shell."""
+    """A program that does not exist gives exit code 127, as in a shell."""
     async with harness.sandbox() as box:
         assert (await box.run(["no-such-program"])).exit_code == 127
 
 
 @check()
 async def command_ended_by_a_signal(harness: Harness) -> None:
-    """A command that a signal ends has no exit code and names the signal."""
+    """The result of a command that was killed by a signal has the signal and no exit code."""
     async with harness.sandbox() as box:
         result = await box.run("kill -SEGV $$")
         assert result.exit_code is None and result.signal == "SIGSEGV", result
@@ -200,7 +200,7 @@ async def command_environment(harness: Harness) -> None:
 
 @check()
 async def command_input(harness: Harness) -> None:
-    """What is given as standard input is read to its end."""
+    """A command gets its whole standard input."""
     async with harness.sandbox() as box:
         _said(await box.run("wc -c", stdin="x" * 300_000), "300000\n")
 
@@ -215,7 +215,7 @@ async def binary_output(harness: Harness) -> None:
 
 @check()
 async def output_cap(harness: Harness) -> None:
-    """Output beyond its cap is dropped, counted and flagged; the command is not held up."""
+    """Output beyond the limit is dropped, counted and reported, and does not block the command."""
     async with harness.sandbox() as box:
         result = await box.run("head -c 5000000 /dev/zero", output_limit=1000)
         assert result.truncated and len(result.stdout_bytes) == 1000
@@ -224,7 +224,7 @@ async def output_cap(harness: Harness) -> None:
 
 @check()
 async def deadline_ends_the_tree(harness: Harness) -> None:
-    """At its deadline a command and all it started are gone, whatever they ignore, and what it wrote is kept."""
+    """At its deadline a command is killed with all its processes, whatever they ignore; its output is kept."""
     async with harness.sandbox() as box:
         script = "trap '' TERM HUP INT; echo started; setsid sh -c 'while :; do echo >> beat; sleep 0.02; done' & wait"
         result = await box.run(script, timeout=1)
@@ -240,7 +240,7 @@ async def deadline_ends_the_tree(harness: Harness) -> None:
 
 @check()
 async def background_and_signal(harness: Harness) -> None:
-    """A command runs in the background, takes a signal, and its result is kept until it is asked for."""
+    """A command can run in the background and take a signal; its result is kept for later."""
     async with harness.sandbox() as box:
         info = await box.start("trap 'echo told; exit 3' USR1; echo > ready; while :; do sleep 0.02; done")
 
@@ -265,7 +265,7 @@ async def commands_side_by_side(harness: Harness) -> None:
 
 @check(Capability.TERMINAL)
 async def terminal(harness: Harness) -> None:
-    """A program in a terminal has a real one, of the size that was asked for."""
+    """A program in a terminal has a real one, of the requested size."""
     async with harness.sandbox() as box:
         info = await box.start(
             "test -t 0 && test -t 1 && stty size; read line; echo got $line", terminal={"rows": 33, "cols": 77}
@@ -280,7 +280,7 @@ async def terminal(harness: Harness) -> None:
 
 @check()
 async def files_round_trip(harness: Harness) -> None:
-    """Bytes written by the file calls are read back unchanged, and are the files commands see."""
+    """Files that the API writes can be read back unchanged, and commands see the same files."""
     data = bytes(range(256)) * 4096
     async with harness.sandbox() as box:
         await box.write("a/b/data.bin", data)
@@ -290,7 +290,7 @@ async def files_round_trip(harness: Harness) -> None:
 
 @check()
 async def files_stay_inside(harness: Harness) -> None:
-    """A path that leaves the workspace is refused, by `..`, from the root, or through a link."""
+    """A path that leaves the workspace is refused: by `..`, as an absolute path, or through a link."""
     async with harness.sandbox() as box:
         await box.run("ln -s /etc link")
         for path in ("../x", "/etc/hostname", "link/hostname", "a/../../x"):
@@ -321,7 +321,7 @@ async def files_are_isolated(harness: Harness) -> None:
 
 @check(Capability.PROCESS_ISOLATION)
 async def processes_are_isolated(harness: Harness) -> None:
-    """Processes of the host and of other sandboxes are out of sight."""
+    """Processes of the host and of other sandboxes are not visible."""
     async with harness.sandbox() as one, harness.sandbox() as other:
         await one.start(["sleep", "61.5"])
         result = await other.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
@@ -343,7 +343,7 @@ async def removal_ends_daemons(harness: Harness) -> None:
 
 @check(Capability.LIMIT_PROCESSES)
 async def processes_are_limited(harness: Harness) -> None:
-    """No more processes than allowed, and the sandbox works after they are gone."""
+    """The number of processes is limited, and the sandbox works again after they have ended."""
     async with harness.sandbox(processes=24) as box:
         result = await box.run(
             "for i in $(seq 100); do sleep 30 & done 2>/dev/null; ls -d /proc/[0-9]* | wc -l", timeout=5
@@ -361,7 +361,7 @@ async def processes_are_limited(harness: Harness) -> None:
 
 @check(Capability.LIMIT_MEMORY)
 async def memory_is_limited(harness: Harness) -> None:
-    """A program that takes more memory than allowed ends, and the sandbox lives on."""
+    """A program that exceeds the memory limit is killed, and the sandbox keeps running."""
     async with harness.sandbox(memory_mb=96) as box:
         result = await box.run("head -c 300M /dev/zero | tail -n 1 | wc -c")
         assert result.stdout.strip() != str(300 * 1024 * 1024), "it was held in memory all the same"
@@ -370,7 +370,7 @@ async def memory_is_limited(harness: Harness) -> None:
 
 @check(Capability.LIMIT_DISK)
 async def file_size_is_limited(harness: Harness) -> None:
-    """No single file grows beyond the workspace's size; their sum is watched by the control plane."""
+    """No single file can exceed the disk limit; the control plane checks the sum."""
     async with harness.sandbox(disk_mb=4) as box:
         await box.run("head -c 20M /dev/zero > big")
         assert os.path.getsize(os.path.join(box.workspace, "big")) <= 4 * 1024 * 1024
@@ -378,7 +378,7 @@ async def file_size_is_limited(harness: Harness) -> None:
 
 @check(Capability.LIMIT_CPUS)
 async def processors_are_limited(harness: Harness) -> None:
-    """Half a processor is half a processor."""
+    """A limit of half a processor is enforced."""
     async with harness.sandbox(cpus=0.5) as box:
         result = await box.run("timeout 2 sh -c 'while :; do :; done'; times")
         minutes, seconds = result.stdout.splitlines()[-1].split()[0].rstrip("s").split("m")
@@ -387,7 +387,7 @@ async def processors_are_limited(harness: Harness) -> None:
 
 @check(Capability.MASKS)
 async def masks_hold(harness: Harness) -> None:
-    """A masked program says so and exits with 126, however it is called; what is hidden cannot be read."""
+    """A masked program prints the refusal and exits with 126, however it is called; hidden files cannot be read."""
     masks = Masks(("base64",), ("/etc/hosts",), ("/workspace/out/**",), {"base64": '{"code": "denied_by_policy"}'})
     async with harness.sandbox(masks=masks) as box:
         for command in ("base64 --version", "/usr/bin/base64 --version", "cp /usr/bin/base64 /tmp/b; /tmp/b --version"):
@@ -401,7 +401,7 @@ async def masks_hold(harness: Harness) -> None:
 
 @check(Capability.MASKS)
 async def readonly_paths_stay(harness: Harness) -> None:
-    """What masks keep from being written is neither written nor moved nor deleted, by path or pattern; the rest is."""
+    """Read-only paths and patterns cannot be written, moved or deleted; other paths can."""
     workspace = harness.workspace()
     kept = ("settings", "src/deep/a.lock", "docs/part/page")
     async with harness.sandbox(workspace) as box:
@@ -421,7 +421,7 @@ async def readonly_paths_stay(harness: Harness) -> None:
 
 @check(Capability.SECRETS)
 async def secrets_are_files(harness: Harness) -> None:
-    """A secret is a file the agent can read and not change, and is in no environment; the next set replaces it."""
+    """A secret is a file that the agent can read but not change; it is in no environment; the next set replaces it."""
     async with harness.sandbox() as box:
         for value in ("first-value", "second-value"):
             given = {"secrets": {"KEY": base64.b64encode(value.encode()).decode()}}
@@ -436,7 +436,7 @@ async def secrets_are_files(harness: Harness) -> None:
 
 @check(Capability.ENVIRONMENTS)
 async def environments_are_shared(harness: Harness) -> None:
-    """The environments of the server are in one place that can be passed through, and neither listed nor written."""
+    """The environments are below one directory that can be entered, but neither listed nor written."""
     async with harness.sandbox() as box:
         _said(await box.run("test -d /envs && echo there"), "there\n")
         for attempt in ("ls /envs", "touch /envs/x", "mkdir /envs/x", "chmod 777 /envs"):

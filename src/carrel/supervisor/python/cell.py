@@ -96,11 +96,11 @@ class Cell:
     def take(self, message: bytes, size: int) -> None:
         """Take the message of the context about this cell, as far as it has the right form."""
         try:
-            told = json.loads(message)
-            status, error, dropped = str(told["status"]), told["error"], int(told["dropped"])
+            parsed = json.loads(message)
+            status, error, dropped = str(parsed["status"]), parsed["error"], int(parsed["dropped"])
             results = [
                 {"kind": _text(each["kind"]), "data": {_text(key): _text(form) for key, form in each["data"].items()}}
-                for each in told["results"]
+                for each in parsed["results"]
             ]
             fault = None if error is None else {key: _text(error[key]) for key in ("name", "value", "traceback")}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

@@ -64,7 +64,7 @@ class CodeContext:
         self._started_at: datetime | None = None
         self._starting = False
 
-    # telling
+    # state
 
     def info(self) -> dict[str, Any]:
         state = "dead"
@@ -181,7 +181,7 @@ class CodeContext:
             return True
 
     def _deleted(self) -> NotFound:
-        return NotFound(f"code context '{self.name}' was deleted", hint="a cell in it makes it anew")
+        return NotFound(f"code context '{self.name}' was deleted", hint="run a cell in it to create it again")
 
     async def _start(self) -> None:
         self._starting = True

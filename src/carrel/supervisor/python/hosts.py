@@ -226,11 +226,11 @@ class Interpreter(Reaper):
         except OSError:
             message = b""
         try:
-            told = json.loads(message)["watch"]
+            folders = json.loads(message)["watch"]
         except (ValueError, KeyError, TypeError):
             self.commands.on_reaper(self, "dead", 0)
             return
-        self._watched = {folder: _stamp(folder) for folder in told if isinstance(folder, str)}
+        self._watched = {folder: _stamp(folder) for folder in folders if isinstance(folder, str)}
         self.conditions = conditions(self.pid)
         if not self._hello.done():
             self._hello.set_result(None)

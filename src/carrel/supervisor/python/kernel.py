@@ -75,17 +75,17 @@ class Kernel:
                 os.close(fds[0])
             self.running = True
             try:
-                told = self.run(json.loads(message))
+                report = self.run(json.loads(message))
             except KeyboardInterrupt as raised:  # it came when the cell had just ended
                 self.running = False
-                told = {"status": "interrupted", "error": self.told(raised), "results": [], "dropped": 0}
+                report = {"status": "interrupted", "error": self.describe(raised), "results": [], "dropped": 0}
             if os.getpid() != self.pid:  # a cell has forked and this is the child
                 return 0
-            answer = json.dumps(told).encode()
+            answer = json.dumps(report).encode()
             if len(answer) <= INLINE:
                 control.send(answer)
                 continue
-            memory = os.memfd_create("told", os.MFD_CLOEXEC)
+            memory = os.memfd_create("answer", os.MFD_CLOEXEC)
             with open(memory, "wb") as file:
                 file.write(answer)
                 file.flush()
@@ -107,10 +107,10 @@ class Kernel:
             self.show_figures()
         except KeyboardInterrupt as raised:
             self.running = False
-            status, error = "interrupted", self.told(raised)
+            status, error = "interrupted", self.describe(raised)
         except BaseException as raised:
             self.running = False
-            status, error = "error", self.told(raised)
+            status, error = "error", self.describe(raised)
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
@@ -143,7 +143,7 @@ class Kernel:
             self.loop = asyncio.new_event_loop()
         return self.loop.run_until_complete(value)
 
-    def told(self, error: BaseException) -> dict[str, str]:
+    def describe(self, error: BaseException) -> dict[str, str]:
         """Describe an exception of a cell, without frames of this file."""
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_globals.get("__carrel__"):

@@ -103,11 +103,11 @@ def host(orders: socket.socket, script: str) -> None:
     _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-    def tell(kind: bytes, value: int) -> None:
+    def report(kind: bytes, value: int) -> None:
         orders.send(struct.pack("=8sq", kind, value))
 
     try:
-        tell(b"hello", os.getpid())
+        report(b"hello", os.getpid())
         while True:
             word, fds, _flags, _address = socket.recv_fds(orders, 64, 8)
             for descriptor in fds:  # work for a spare that was killed before it received it
@@ -119,15 +119,15 @@ def host(orders: socket.socket, script: str) -> None:
             pid = os.fork()
             if pid == 0:
                 spare(orders, script)
-            tell(b"spare", pid)
+            report(b"spare", pid)
             while True:
                 try:
                     ended, status = os.waitpid(-1, 0)
                 except ChildProcessError:
                     break
                 if ended == pid:
-                    tell(b"ended", status)
-            tell(b"clean", 0)
+                    report(b"ended", status)
+            report(b"clean", 0)
     finally:
         os._exit(1)
 
@@ -245,7 +245,7 @@ def show(error: BaseException) -> None:
     try:
         if sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()
-    except BaseException:  # noqa: S110 - told by the exit code
+    except BaseException:  # noqa: S110 - the exit code shows it
         pass
     try:
         if sys.excepthook is not sys.__excepthook__:
