@@ -34,9 +34,9 @@ def value(metrics: Metrics, name: str, /, **labels: str) -> float | None:
 
 def use_all(metrics: Metrics) -> None:
     metrics.operated("shell", "run_command", "ok", 0.002)
-    metrics.let_out("connect", "ok", 1000, 20, 0.5)
-    metrics.let_out("connect", "denied_by_policy", 0, 0, 0.001)
-    metrics.let_out("made up", "made up", 0, 0, 0.001)
+    metrics.egress_ended("connect", "ok", 1000, 20, 0.5)
+    metrics.egress_ended("connect", "denied_by_policy", 0, 0, 0.001)
+    metrics.egress_ended("made up", "made up", 0, 0, 0.001)
     metrics.started("namespace", "fresh", 0.02)
     metrics.started("namespace", "resume", 0.03)
     metrics.snapshotted("btrfs", "ok", 0.006)

@@ -10,7 +10,8 @@ import asyncio
 import heapq
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Generic, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -57,37 +58,26 @@ class Declaration:
     name: str
     kind: Literal["histogram", "counter", "gauge"]
     text: str
-    labels: Mapping[str, str] = field(default_factory=dict)
-    buckets: tuple[float, ...] = ()
+    labels: Mapping[str, str]
+    buckets: tuple[float, ...]
 
 
-START = Declaration(
-    "carrel_sandbox_start_seconds",
-    "histogram",
-    "Time from the wish for a sandbox until it takes commands.",
-    {"provider": "where it runs", "kind": "`fresh` or `resume`"},
-    _QUICK,
-)
-SNAPSHOT = Declaration(
-    "carrel_snapshot_seconds",
-    "histogram",
-    "Time to take a snapshot.",
-    {"driver": _DRIVER, "outcome": _OUTCOME},
-    _LONG,
-)
-RESTORE = Declaration("carrel_restore_seconds", "histogram", "Time to give a workspace a snapshot's files.", {}, _LONG)
-ARCHIVE = Declaration(
-    "carrel_archive_seconds", "histogram", "Time to put a snapshot into the archive.", {"outcome": _OUTCOME}, _LONG
-)
-ARCHIVE_BYTES = Declaration("carrel_archive_bytes_total", "counter", "Bytes that were sent to the archive.")
-SYNC = Declaration(
-    "carrel_sync_seconds",
-    "histogram",
-    "Time to sync a workspace with its filespace.",
-    {"direction": "`push`, `pull` or `both`", "outcome": _OUTCOME},
-    _LONG,
-)
-OPERATION = Declaration(
+DECLARATIONS: list[Declaration] = []
+"""Every metric, in the order of the reference page."""
+
+
+def _declare(
+    name: str,
+    kind: Literal["histogram", "counter", "gauge"],
+    text: str,
+    labels: Mapping[str, str] = MappingProxyType({}),
+    buckets: tuple[float, ...] = (),
+) -> Declaration:
+    DECLARATIONS.append(Declaration(name, kind, text, labels, buckets))
+    return DECLARATIONS[-1]
+
+
+OPERATION = _declare(
     "carrel_operation_seconds",
     "histogram",
     "Time an operation took, from the decision to the end of its answer; what carrel does for its own upkeep is left "
@@ -95,83 +85,87 @@ OPERATION = Declaration(
     {"kind": "`shell`, `file`, `mcp`, `network` or `session`", "name": "the operation", "outcome": _OUTCOME},
     _QUICK,
 )
-EGRESS = Declaration(
-    "carrel_egress_seconds",
-    "histogram",
-    "How long connections and requests of sandboxes to the outside lasted.",
-    {"protocol": "`connect`, `http`, `socks5` or `index`", "outcome": "`ok`, or why it was refused or failed"},
-    _QUICK,
-)
-EGRESS_BYTES = Declaration(
-    "carrel_egress_bytes_total",
-    "counter",
-    "Bytes between sandboxes and the outside.",
-    {"direction": "`in` to sandboxes, `out` of them"},
-)
-SANDBOXES = Declaration(
-    "carrel_sandboxes",
-    "gauge",
-    "Sessions in each state; terminated ones are not counted.",
-    {"state": ", ".join(f"`{state}`" for state in _COUNTED)},
-)
-WORKSPACE_BYTES = Declaration(
-    "carrel_workspace_bytes", "gauge", "What a workspace held when it was last measured.", _WORKSPACE_LABELS
-)
-LAST_ACCESSED = Declaration(
-    "carrel_workspace_last_accessed_timestamp_seconds",
-    "gauge",
-    "When a workspace was last used, in seconds since 1970.",
-    _WORKSPACE_LABELS,
-)
-VOLUME_USED = Declaration("carrel_volume_used_bytes", "gauge", "Used bytes of the volume that holds the workspaces.")
-VOLUME_CAPACITY = Declaration(
-    "carrel_volume_capacity_bytes", "gauge", "Size of the volume that holds the workspaces, in bytes."
-)
-ROUTER_CALLS = Declaration(
-    "carrel_router_calls_total", "counter", "Calls of Python without a context.", {"outcome": _OUTCOME}
-)
-ROUTER_MEMORY = Declaration(
-    "carrel_router_memory_bytes", "gauge", "Memory of the sandboxes for calls without a context, as last told."
-)
-ROUTER_WAITING = Declaration("carrel_router_waiting", "gauge", "Calls without a context that wait for a sandbox.")
-ROUTER_SANDBOXES = Declaration(
-    "carrel_router_sandboxes", "gauge", "Sandboxes for calls without a context.", {"state": "`busy` or `idle`"}
-)
-MCP_CALL = Declaration(
+MCP_CALL = _declare(
     "carrel_mcp_call_seconds",
     "histogram",
     "Time a request to an MCP server took, from the decision to its answer.",
     {"origin": "`context` or `platform`", "outcome": f"{_OUTCOME}; `tool_error` and `timed_out` are answers too"},
     _QUICK,
 )
-MCP_DISCOVERY = Declaration(
+MCP_DISCOVERY = _declare(
     "carrel_mcp_discovery_seconds",
     "histogram",
     "Time to ask an MCP server of a context what it offers, in a sandbox of its own.",
     {"outcome": _OUTCOME},
     _LONG,
 )
-DECLARATIONS = (
-    OPERATION,
-    MCP_CALL,
-    MCP_DISCOVERY,
-    EGRESS,
-    EGRESS_BYTES,
-    START,
-    SANDBOXES,
-    WORKSPACE_BYTES,
-    LAST_ACCESSED,
-    VOLUME_USED,
-    VOLUME_CAPACITY,
-    SNAPSHOT,
-    RESTORE,
-    ARCHIVE,
-    ARCHIVE_BYTES,
-    SYNC,
-    ROUTER_CALLS,
-    ROUTER_WAITING,
-    ROUTER_SANDBOXES,
-    ROUTER_MEMORY,
+EGRESS = _declare(
+    "carrel_egress_seconds",
+    "histogram",
+    "How long connections and requests of sandboxes to the outside lasted.",
+    {"protocol": "`connect`, `http`, `socks5` or `index`", "outcome": "`ok`, or why it was refused or failed"},
+    _QUICK,
+)
+EGRESS_BYTES = _declare(
+    "carrel_egress_bytes_total",
+    "counter",
+    "Bytes between sandboxes and the outside.",
+    {"direction": "`in` to sandboxes, `out` of them"},
+)
+START = _declare(
+    "carrel_sandbox_start_seconds",
+    "histogram",
+    "Time from the wish for a sandbox until it takes commands.",
+    {"provider": "where it runs", "kind": "`fresh` or `resume`"},
+    _QUICK,
+)
+SANDBOXES = _declare(
+    "carrel_sandboxes",
+    "gauge",
+    "Sessions in each state; terminated ones are not counted.",
+    {"state": ", ".join(f"`{state}`" for state in _COUNTED)},
+)
+WORKSPACE_BYTES = _declare(
+    "carrel_workspace_bytes", "gauge", "What a workspace held when it was last measured.", _WORKSPACE_LABELS
+)
+LAST_ACCESSED = _declare(
+    "carrel_workspace_last_accessed_timestamp_seconds",
+    "gauge",
+    "When a workspace was last used, in seconds since 1970.",
+    _WORKSPACE_LABELS,
+)
+VOLUME_USED = _declare("carrel_volume_used_bytes", "gauge", "Used bytes of the volume that holds the workspaces.")
+VOLUME_CAPACITY = _declare(
+    "carrel_volume_capacity_bytes", "gauge", "Size of the volume that holds the workspaces, in bytes."
+)
+SNAPSHOT = _declare(
+    "carrel_snapshot_seconds",
+    "histogram",
+    "Time to take a snapshot.",
+    {"driver": _DRIVER, "outcome": _OUTCOME},
+    _LONG,
+)
+RESTORE = _declare("carrel_restore_seconds", "histogram", "Time to give a workspace a snapshot's files.", {}, _LONG)
+ARCHIVE = _declare(
+    "carrel_archive_seconds", "histogram", "Time to put a snapshot into the archive.", {"outcome": _OUTCOME}, _LONG
+)
+ARCHIVE_BYTES = _declare("carrel_archive_bytes_total", "counter", "Bytes that were sent to the archive.")
+SYNC = _declare(
+    "carrel_sync_seconds",
+    "histogram",
+    "Time to sync a workspace with its filespace.",
+    {"direction": "`push`, `pull` or `both`", "outcome": _OUTCOME},
+    _LONG,
+)
+ROUTER_CALLS = _declare(
+    "carrel_router_calls_total", "counter", "Calls of Python without a context.", {"outcome": _OUTCOME}
+)
+ROUTER_WAITING = _declare("carrel_router_waiting", "gauge", "Calls without a context that wait for a sandbox.")
+ROUTER_SANDBOXES = _declare(
+    "carrel_router_sandboxes", "gauge", "Sandboxes for calls without a context.", {"state": "`busy` or `idle`"}
+)
+ROUTER_MEMORY = _declare(
+    "carrel_router_memory_bytes", "gauge", "Memory of the sandboxes for calls without a context, as last told."
 )
 
 
@@ -285,7 +279,7 @@ class Metrics:
         """Count a discovery of an MCP server's tools."""
         self._mcp_discoveries[_known(outcome),].observe(seconds)
 
-    def let_out(self, protocol: str, outcome: str, received: int, sent: int, seconds: float) -> None:
+    def egress_ended(self, protocol: str, outcome: str, received: int, sent: int, seconds: float) -> None:
         """Count an outbound connection or request of a sandbox that ended or was refused."""
         shown = protocol if protocol in _EGRESS_PROTOCOLS else OTHER
         self._egress[shown, outcome if outcome in _EGRESS_OUTCOMES else UNEXPECTED].observe(seconds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
@@ -48,18 +47,34 @@ async def read_page(
 
 def encode_cursor(created_at: float, id: str) -> str:
     """Encode the position after the record with this time and id."""
-    return base64.urlsafe_b64encode(json.dumps([created_at, id]).encode()).decode().rstrip("=")
+    return encode_bytes(json.dumps([created_at, id]).encode())
 
 
 def decode_cursor(text: str) -> tuple[float, str]:
     """Return the position in a cursor; `InvalidRequest` when this server did not make the cursor."""
     try:
-        value = json.loads(base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True))
-        created, name = value
+        created, name = json.loads(decode_bytes(text))
         if type(created) not in {float, int} or type(name) is not str:
             raise ValueError
         return float(created), name
-    except (ValueError, TypeError, binascii.Error, RecursionError, OverflowError):
-        raise InvalidRequest(
-            "this server did not make this cursor", field="cursor", hint="use `next` of the previous page"
-        ) from None
+    except (ValueError, TypeError, RecursionError, OverflowError):
+        raise _not_a_cursor() from None
+
+
+def encode_bytes(raw: bytes) -> str:
+    """Encode bytes as a cursor."""
+    return base64.urlsafe_b64encode(raw).decode().rstrip("=")
+
+
+def decode_bytes(text: str) -> bytes:
+    """Return the bytes in a cursor; `InvalidRequest` when there are none."""
+    try:
+        return base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    except ValueError:
+        raise _not_a_cursor() from None
+
+
+def _not_a_cursor() -> InvalidRequest:
+    return InvalidRequest(
+        "this server did not make this cursor", field="cursor", hint="use `next` of the previous page"
+    )

@@ -6,8 +6,6 @@ write to `a/b` deletes a file `a`, and a write to `a` deletes every file below `
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +14,8 @@ from dataclasses import asdict, dataclass
 from sqlalchemy import BindParameter, ColumnElement, Select, bindparam, delete, func, insert, select, update
 from sqlalchemy.engine import Connection, RowMapping
 
-from carrel.errors import InvalidRequest
 from carrel.store.clock import database_clock
+from carrel.store.cursors import decode_bytes, encode_bytes
 from carrel.store.database import Database
 from carrel.store.tables import filespace_entries as entries
 
@@ -125,9 +123,10 @@ class FilespaceStore:
             size = len(prefix.encode("utf-8", "surrogateescape"))
             query = query.where(func.substr(entries.c.path, 1, size, type_=entries.c.path.type) == prefix)
         if cursor is not None:
-            query = query.where(entries.c.path > _path_of(cursor))
+            query = query.where(entries.c.path > decode_bytes(cursor).decode("utf-8", "surrogateescape"))
         found = await self._database.all(query.order_by(entries.c.path).limit(limit + 1), _entry)
-        return found[:limit], _cursor(found[limit - 1].path) if len(found) > limit else None
+        last = encode_bytes(found[limit - 1].path.encode("utf-8", "surrogateescape")) if len(found) > limit else None
+        return found[:limit], last
 
     async def size(self, context_id: str) -> tuple[int, int]:
         """Return the number of files of a context and their total size."""
@@ -170,59 +169,31 @@ def _of(context_id: str) -> Select[tuple[object, ...]]:
     return select(*_COLUMNS).where(entries.c.context_id == context_id)
 
 
-def _cursor(path: str) -> str:
-    return base64.urlsafe_b64encode(path.encode("utf-8", "surrogateescape")).decode().rstrip("=")
-
-
-def _path_of(cursor: str) -> str:
-    try:
-        raw = base64.b64decode(cursor + "=" * (-len(cursor) % 4), altchars=b"-_", validate=True)
-    except (ValueError, binascii.Error):
-        raise InvalidRequest(
-            "this server did not make this cursor", field="cursor", hint="use `next` of the previous page"
-        ) from None
-    return raw.decode("utf-8", "surrogateescape")
-
-
 def _lock(connection: Connection, context_id: str) -> None:
     """Let only one transaction at a time write to a context; on SQLite the transaction itself does that."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK, func.hashtext(context_id))))
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    path: str
-    hash: str | None
-    size: int
-    mode: int
-    updated_at: float
-    deleted: bool
-    version: int
-
-
-_KNOWN = select(*(entries.c[name] for name in _Known.__slots__))
-
-
-def _known(connection: Connection, context_id: str, paths: Iterable[str]) -> dict[str, _Known]:
+def _known(connection: Connection, context_id: str, paths: Iterable[str]) -> dict[str, FilespaceEntry]:
     keys = [_key(path) for path in paths]
-    found: dict[str, _Known] = {}
+    found: dict[str, FilespaceEntry] = {}
     for start in range(0, len(keys), _BATCH):
-        some = _KNOWN.where(entries.c.context_id == context_id, entries.c.path_key.in_(keys[start : start + _BATCH]))
-        found.update((row["path"], _Known(**row)) for row in connection.execute(some).mappings())
+        some = _of(context_id).where(entries.c.path_key.in_(keys[start : start + _BATCH]))
+        found.update((row["path"], _entry(row)) for row in connection.execute(some).mappings())
     return found
 
 
-def _beneath(connection: Connection, context_id: str, paths: Sequence[str]) -> dict[str, _Known]:
+def _beneath(connection: Connection, context_id: str, paths: Sequence[str]) -> dict[str, FilespaceEntry]:
     """Return the files below paths that are about to become files themselves."""
-    live = _KNOWN.where(entries.c.context_id == context_id, entries.c.deleted.is_(False))
-    found: dict[str, _Known] = {}
+    live = _of(context_id).where(entries.c.deleted.is_(False))
+    found: dict[str, FilespaceEntry] = {}
     if len(paths) <= _MOST_RANGE_QUERIES:
         for path in paths:
             some = live.where(entries.c.path > f"{path}/", entries.c.path < f"{path}0")
-            found.update((row["path"], _Known(**row)) for row in connection.execute(some).mappings())
+            found.update((row["path"], _entry(row)) for row in connection.execute(some).mappings())
         return found
-    rows = [_Known(**row) for row in connection.execute(live.order_by(entries.c.path)).mappings()]
+    rows = [_entry(row) for row in connection.execute(live.order_by(entries.c.path)).mappings()]
     names = [row.path.encode("utf-8", "surrogateescape") for row in rows]
     for path in paths:
         raw = path.encode("utf-8", "surrogateescape")
@@ -232,8 +203,8 @@ def _beneath(connection: Connection, context_id: str, paths: Sequence[str]) -> d
 
 
 def _displaced(
-    connection: Connection, context_id: str, wanted: dict[str, FilespaceChange], known: dict[str, _Known]
-) -> dict[str, _Known]:
+    connection: Connection, context_id: str, wanted: dict[str, FilespaceChange], known: dict[str, FilespaceEntry]
+) -> dict[str, FilespaceEntry]:
     """Return the files that cannot coexist with the written ones, as a parent of one or below one."""
     new = [
         path
@@ -286,7 +257,9 @@ def _put(
     return Stored(stored, before, version)
 
 
-def _write(connection: Connection, context_id: str, stored: list[FilespaceEntry], known: dict[str, _Known]) -> None:
+def _write(
+    connection: Connection, context_id: str, stored: list[FilespaceEntry], known: dict[str, FilespaceEntry]
+) -> None:
     added = [{**asdict(entry), "path_key": _key(entry.path)} for entry in stored if entry.path not in known]
     replaced = [{**asdict(entry), "of": context_id, "key": _key(entry.path)} for entry in stored if entry.path in known]
     if added:

@@ -136,7 +136,7 @@ class AccessLogWriter:
             self._audit.record(await self._entry(item, context), ending)
         seconds = 0.0 if ending.duration_ms is None else ending.duration_ms / 1000
         sizes = ending.bytes_in or 0, ending.bytes_out or 0
-        self._metrics.let_out(str(item["protocol"]), ending.result, *sizes, seconds)
+        self._metrics.egress_ended(str(item["protocol"]), ending.result, *sizes, seconds)
 
     async def _ending(self, item: Item, context: str | None) -> Ending:
         ending = _ending(item)

@@ -34,7 +34,7 @@ from carrel.workspaces.volumes.exporting import Exported, export_tree
 from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, newest_ns, sweep
 from carrel.workspaces.volumes.rebuild import rebuild
 from carrel.workspaces.volumes.records import Records
-from carrel.workspaces.volumes.trees import Kind, Node, Where, compare, unpack_tree
+from carrel.workspaces.volumes.trees import Kind, Node, Position, compare, unpack_tree
 
 _NEW, _OLD, _GONE = ".new-", ".old-", ".gone-"
 
@@ -197,9 +197,9 @@ class DirectoryDriver(VolumeDriver):
         return self._tar(top)
 
     def _tar(self, top: bytes) -> Iterator[bytes]:
-        firsts: dict[bytes, Where] = {}
+        firsts: dict[bytes, Position] = {}
         with self._store.shared(), Reader(self._store) as reader:
-            pending = [(Where(), top)]
+            pending = [(Position(), top)]
             while pending:
                 here, key = pending.pop()
                 tree = unpack_tree(reader.read(key))

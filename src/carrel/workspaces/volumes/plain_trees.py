@@ -11,7 +11,7 @@ from carrel.primitives import walk
 from carrel.workspaces.volumes import tarball
 from carrel.workspaces.volumes.base import Change, ChangeKind
 from carrel.workspaces.volumes.capture import ROOT, place_of
-from carrel.workspaces.volumes.trees import Changes, Kind, Node, Where
+from carrel.workspaces.volumes.trees import Changes, Kind, Node, Position
 
 _KEPT = {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK}
 _PIECE = 4 << 20
@@ -20,12 +20,10 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
+    directories: walk.Directories
     number: int
-    where: Where
+    where: Position
     entries: dict[str, os.stat_result]
-
-
-_NONE: dict[str, os.stat_result] = {}
 
 
 def _folders(root: int, directories: walk.Directories) -> dict[bytes, _Folder]:
@@ -33,14 +31,14 @@ def _folders(root: int, directories: walk.Directories) -> dict[bytes, _Folder]:
     found: dict[bytes, _Folder] = {}
     places: list[bytes] = []
     for visited in walk.visit(root):
-        place, where = ROOT, Where()
+        place, where = ROOT, Position()
         if visited.number:
             directories.add(visited.parent, visited.name)
             place = place_of(places[visited.parent], visited.name)
             where = found[places[visited.parent]].where.below(os.fsencode(visited.name))
         places.append(place)
         kept = {name: info for name, info in visited.entries if stat.S_IFMT(info.st_mode) in _KEPT}
-        found[place] = _Folder(visited.number, where, kept)
+        found[place] = _Folder(directories, visited.number, where, kept)
     return found
 
 
@@ -51,49 +49,32 @@ def compare(one: int, other: int) -> list[Change]:
     try:
         old, new = _folders(one, left), _folders(other, right)
         for place in old.keys() | new.keys():
-            _compare(old.get(place), new.get(place), left, right, changes)
+            before, after = old.get(place), new.get(place)
+            position = (old.get(place) or new[place]).where
+            names = (before.entries if before else {}).keys() | (after.entries if after else {}).keys()
+            for name in names:
+                if after is None or name not in after.entries:
+                    kind = ChangeKind.REMOVED
+                elif before is None or name not in before.entries:
+                    kind = ChangeKind.ADDED
+                elif _differ(name, before, after):
+                    kind = ChangeKind.CHANGED
+                else:
+                    continue
+                changes.add(position.below(os.fsencode(name)).path(), kind)
     finally:
         left.close()
         right.close()
     return changes.sorted()
 
 
-def _compare(
-    before: _Folder | None,
-    after: _Folder | None,
-    left: walk.Directories,
-    right: walk.Directories,
-    changes: Changes,
-) -> None:
-    folder = before or after
-    assert folder is not None
-    old, new = before.entries if before else _NONE, after.entries if after else _NONE
-    for name in old.keys() | new.keys():
-        if name not in new:
-            kind = ChangeKind.REMOVED
-        elif name not in old:
-            kind = ChangeKind.ADDED
-        elif before and after and _differ(name, old[name], new[name], left, right, before.number, after.number):
-            kind = ChangeKind.CHANGED
-        else:
-            continue
-        changes.add(folder.where.below(os.fsencode(name)).path(), kind)
-
-
-def _differ(
-    name: str,
-    a: os.stat_result,
-    b: os.stat_result,
-    left: walk.Directories,
-    right: walk.Directories,
-    in_left: int,
-    in_right: int,
-) -> bool:
+def _differ(name: str, before: _Folder, after: _Folder) -> bool:
+    a, b = before.entries[name], after.entries[name]
     if (a.st_ino, a.st_ctime_ns, a.st_mode, a.st_size) == (b.st_ino, b.st_ctime_ns, b.st_mode, b.st_size):
         return False
     if stat.S_IFMT(a.st_mode) != stat.S_IFMT(b.st_mode):
         return True
-    here, there = left.get(in_left), right.get(in_right)
+    here, there = before.directories.get(before.number), after.directories.get(after.number)
     if stat.S_ISLNK(a.st_mode):
         return os.readlink(name, dir_fd=here) != os.readlink(name, dir_fd=there)
     if a.st_mode != b.st_mode or (stat.S_ISREG(a.st_mode) and a.st_size != b.st_size):
@@ -121,10 +102,10 @@ def _pieces(fd: int) -> Iterator[bytes]:
 
 def tar(root: int) -> Iterator[bytes]:
     """Yield a tree as a tar stream."""
-    firsts: dict[int, Where] = {}
-    folders: list[Where] = []
+    firsts: dict[int, Position] = {}
+    folders: list[Position] = []
     for visited in walk.visit(root):
-        here = folders[visited.parent].below(os.fsencode(visited.name)) if visited.number else Where()
+        here = folders[visited.parent].below(os.fsencode(visited.name)) if visited.number else Position()
         folders.append(here)
         folder = here.path() + b"/" if visited.number else b""
         info = visited.info

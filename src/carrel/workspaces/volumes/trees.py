@@ -108,25 +108,25 @@ def unpack_tree(raw: bytes) -> Tree:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Where:
+class Position:
     """A position in a tree: its parent and its name. The path is made only on demand, because the paths of a deep tree
     take far more memory than the tree itself."""
 
-    above: Where | None = None
+    above: Position | None = None
     name: bytes = b""
     length: int = 0
 
-    def below(self, name: bytes) -> Where:
+    def below(self, name: bytes) -> Position:
         """Return an entry of this directory; `LimitExceeded` when its path is longer than any in a workspace."""
         length = self.length + len(name) + 1
         if length > LONGEST_PATH + LONGEST_NAME + 1:
             raise too_deep([os.fsdecode(part) for part in self.path().split(b"/")])
-        return Where(self, name, length)
+        return Position(self, name, length)
 
     def path(self) -> bytes:
         """Return the path from the root of the tree."""
         names = []
-        here: Where | None = self
+        here: Position | None = self
         while here is not None and here.above is not None:
             names.append(here.name)
             here = here.above
@@ -163,7 +163,7 @@ def _sorted(xattrs: dict[str, bytes] | None) -> list[tuple[str, bytes]]:
 def compare(a: bytes, b: bytes, load: Callable[[bytes], Tree]) -> list[Change]:
     """Return the differences between two trees, sorted by path."""
     changes = Changes()
-    pending = [(Where(), a, b)]
+    pending = [(Position(), a, b)]
     while pending:
         here, left, right = pending.pop()
         if left == right:
@@ -191,7 +191,7 @@ def compare(a: bytes, b: bytes, load: Callable[[bytes], Tree]) -> list[Change]:
 
 
 def _all_beneath(
-    where: Where, node: Node | None, kind: ChangeKind, load: Callable[[bytes], Tree], changes: Changes
+    where: Position, node: Node | None, kind: ChangeKind, load: Callable[[bytes], Tree], changes: Changes
 ) -> None:
     pending = [(where, node)]
     while pending:
