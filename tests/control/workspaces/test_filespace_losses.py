@@ -73,9 +73,10 @@ async def test_what_is_remembered_is_written_aside_and_left_by_a_kill(tmp_path: 
     FilespaceBases(bases)
     pid = os.fork()
     if pid == 0:  # killed before the rename
-        os.replace = lambda *_: os._exit(0)  # type: ignore[assignment]
+        os.rename = lambda *_, **__: os._exit(0)  # type: ignore[assignment]
         save_base(os.path.join(bases, "ctx-c"), b"x")
-    os.waitpid(pid, 0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
     assert os.listdir(bases)
     FilespaceBases(bases)  # the next start
     assert os.listdir(bases) == []
