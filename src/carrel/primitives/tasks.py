@@ -1,0 +1,15 @@
+"""Ending the tasks of an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+
+async def cancel(tasks: Iterable[asyncio.Future[Any] | None]) -> None:
+    """Cancel tasks and wait until all have ended. Their errors are dropped; None is skipped."""
+    ending = [task for task in tasks if task is not None]
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
