@@ -71,6 +71,20 @@ class Refused(Exception):
         }
 
 
+class BadRequest(Refused):
+    """A client sent something that is not valid."""
+
+    def __init__(self, reason: str, *, status: int = 400, hint: str | None = None):
+        super().__init__(reason, code="bad_request", status=status, hint=hint)
+
+
+class BadResponse(Refused):
+    """A server sent something that is not valid."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason, code="bad_response", status=502)
+
+
 @dataclass(slots=True)
 class Access:
     """One connection or request, as it is recorded in the access log."""

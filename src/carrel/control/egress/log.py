@@ -20,6 +20,7 @@ from carrel.control.operations.admission import Redact
 from carrel.errors import CarrelError
 from carrel.metrics import Metrics
 from carrel.primitives.cache import Cache
+from carrel.primitives.tasks import cancel
 
 log = logging.getLogger("carrel.egress")
 
@@ -68,8 +69,7 @@ class AccessLogWriter:
         with suppress(TimeoutError):
             async with asyncio.timeout(5):
                 await self._batches.join()
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel([self._task])
 
     async def _run(self) -> None:
         while True:

@@ -33,6 +33,7 @@ from carrel.policy.verdict import Verdict
 from carrel.primitives.backoff import Backoff
 from carrel.primitives.cache import Cache
 from carrel.primitives.channel import ChannelClosed, Message
+from carrel.primitives.tasks import cancel
 
 log = logging.getLogger("carrel.egress")
 
@@ -194,10 +195,7 @@ class Egress(Attachment):
     async def close(self) -> None:
         """End the process, after all sandboxes have ended."""
         self._closing = True
-        tasks = [task for task in (self._upkeep, self._restoring, *self._tasks) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel([self._upkeep, self._restoring, *self._tasks])
         for attached in self._boxes.values():
             os.close(attached.listener)
         self._boxes.clear()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Sequence
 from urllib.parse import unquote_to_bytes
 
-from carrel.egress.access import Refused
+from carrel.egress.access import BadRequest, BadResponse, Refused
 from carrel.egress.http.messages import Header, Response
 from carrel.egress.plan import Injected
 from carrel.errors import InvalidRequest
@@ -86,12 +86,7 @@ class Credentials:
         cannot be searched.
         """
         if response.words(b"content-encoding") - {b"identity"} or response.status == 206:
-            raise Refused(
-                "the response is compressed or partial although it was not asked to be, so credentials in it could "
-                "not be found",
-                code="bad_response",
-                status=502,
-            )
+            raise BadResponse("the response is compressed or partial, so it cannot be searched for credentials")
         clean = self.redactor.data
         headers = [
             (name, clean(value))
@@ -134,10 +129,8 @@ def _paths_match(injected: Injected, target: str) -> bool:
         return True
     path = target.partition("?")[0]
     if _ODD.search(path):
-        raise Refused(
-            "the path is written so that it could be read in two ways, and a credential depends on it",
-            code="bad_request",
-            status=400,
+        raise BadRequest(
+            "the path could be read in two ways, and a credential depends on it",
             hint="write the path without //, ;, \\, . and .. and without %2e, %2f, %5c, %3b and %25",
         )
     asked = _segments(path)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 import httptools
 
-from carrel.egress.access import Refused
+from carrel.egress.access import BadRequest, BadResponse
 
 MOST = 64 * 1024
 """The size limit of a head."""
@@ -125,7 +124,7 @@ def end_of(data: bytes) -> int | None:
     if at >= 0:
         return at + len(END)
     if len(data) >= MOST:
-        raise Refused("the head of the message is too long", code="bad_request", status=431)
+        raise BadRequest("the head of the message is too long", status=431)
     return None
 
 
@@ -133,20 +132,20 @@ def read_request(data: bytes) -> Request:
     """Parse the complete head of a request. Raises `Refused`."""
     line = _REQUEST_LINE.match(data)
     if line is None:
-        _bad("the request does not begin with a method, a target and HTTP/1.1")
+        raise BadRequest("the request does not begin with a method, a target and HTTP/1.1")
     method, target = line[1].decode(), line[2].decode()
     if method not in METHODS:
-        raise Refused(f"the method {method} is not known here", code="bad_request", status=501)
+        raise BadRequest(f"the method {method} is not known here", status=501)
     head = _parse(data, httptools.HttpRequestParser, "request")
     length, chunked = _framing(head, minor=int(line[3]), what="request")
     found = Request(int(line[3]), tuple(head.headers), head.fields, length, chunked, method, target)
     if b"expect" in head.fields and found.words(b"expect") != {b"100-continue"}:
-        raise Refused("nothing but 100-continue can be expected", code="bad_request", status=417)
+        raise BadRequest("only 100-continue can be expected", status=417)
     hosts = len(head.fields.get(b"host", ()))
     if hosts > 1 or (hosts == 0 and found.minor == 1 and method != "CONNECT"):
-        _bad("the request must have one Host header")
+        raise BadRequest("the request must have one Host header")
     if method == "CONNECT" and (found.chunked or found.length):
-        _bad("a CONNECT has no body")
+        raise BadRequest("a CONNECT has no body")
     return found
 
 
@@ -155,11 +154,11 @@ def read_response(data: bytes) -> Response:
     try:
         line = _STATUS_LINE.match(data)
         if line is None:
-            _bad("the response does not begin with HTTP/1.1 and a status")
+            raise BadRequest("the response does not begin with HTTP/1.1 and a status")
         head = _parse(data, httptools.HttpResponseParser, "response")
         length, chunked = _framing(head, minor=int(line[1]), what="response")
-    except Refused as refusal:
-        raise Refused(refusal.reason, code="bad_response", status=502) from None
+    except BadRequest as refusal:
+        raise BadResponse(refusal.reason) from None
     return Response(int(line[1]), tuple(head.headers), head.fields, length, chunked, int(line[2]), line[3] or b"")
 
 
@@ -172,14 +171,10 @@ def _parse(
     except httptools.HttpParserUpgrade:
         pass  # the head was parsed; the rest is not for the parser
     except httptools.HttpParserError as error:
-        _bad(f"the {what} is not valid: {_words(error)}")
+        raise BadRequest(f"the {what} is not valid: {str(error)[:100].lower()}") from None
     if len(found.headers) > MOST_HEADERS:
-        raise Refused(f"the {what} has too many headers", code="bad_request", status=431)
+        raise BadRequest(f"the {what} has too many headers", status=431)
     return found
-
-
-def _words(error: Exception) -> str:
-    return str(error)[:100].lower() or "it cannot be read"
 
 
 def _framing(head: _Found, *, minor: int, what: str) -> tuple[int | None, bool]:
@@ -189,17 +184,13 @@ def _framing(head: _Found, *, minor: int, what: str) -> tuple[int | None, bool]:
     lengths, codings = head.fields.get(b"content-length"), head.fields.get(b"transfer-encoding")
     if codings:
         if lengths or minor == 0 or [value.lower() for value in codings] != [b"chunked"]:
-            _bad(f"the {what} does not say clearly where its body ends")
+            raise BadRequest(f"the {what} does not say clearly where its body ends")
         return None, True
     if not lengths:
         return None, False
     if len(lengths) > 1 or not _NUMBER.fullmatch(lengths[0]):
-        _bad(f"the {what} does not say clearly where its body ends")
+        raise BadRequest(f"the {what} does not say clearly where its body ends")
     return int(lengths[0]), False
-
-
-def _bad(reason: str) -> NoReturn:
-    raise Refused(reason, code="bad_request", status=400)
 
 
 def write_request(method: str, target: str, host: str, headers: Iterable[Header], request: Request) -> bytes:
@@ -258,7 +249,7 @@ class Chunks:
             stop = data.find(b"\n", at, at + self._MOST_LINE)
             if stop < 0:
                 if len(data) - at >= self._MOST_LINE:
-                    _bad("a chunk of the body is announced by too long a line")
+                    raise BadRequest("a chunk of the body is announced by too long a line")
                 break
             self._take_line(data[at : stop + 1])
             at = stop + 1
@@ -266,28 +257,28 @@ class Chunks:
 
     def _take_line(self, line: bytes) -> None:
         if not line.endswith(b"\r\n"):
-            _bad("a chunk of the body is not announced as it must be")
+            raise BadRequest("a chunk of the body is not announced as it must be")
         text = line[:-2]
         if self._part == "after":
             if text:
-                _bad("a chunk of the body is longer than announced")
+                raise BadRequest("a chunk of the body is longer than announced")
             self._part = "size"
             return
         if self._part == "size":
             size = self._SIZE.fullmatch(text)
             if size is None:
-                _bad("a chunk of the body is not announced as it must be")
+                raise BadRequest("a chunk of the body is not announced as it must be")
             self._left = int(size[1], 16)
             self._part = "data" if self._left else "trailer"
             self._beside += len(text) - len(size[1])
         elif not text:
             self.ended = True
         elif not self._TRAILER.fullmatch(text):
-            _bad("a trailer of the body is not valid")
+            raise BadRequest("a trailer of the body is not valid")
         else:
             self._beside += len(text)
         if self._beside > self._MOST_BESIDE:
-            _bad("the body's chunks carry too much beside the body")
+            raise BadRequest("the body's chunks carry too much beside the body")
 
 
 def chunk(data: bytes) -> bytes:

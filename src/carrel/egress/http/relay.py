@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from carrel.egress.access import Access, Refused, Target
+from carrel.egress.access import Access, BadRequest, BadResponse, Refused, Target
 from carrel.egress.http import answers
 from carrel.egress.http.credentials import Credentials
 from carrel.egress.http.messages import (
@@ -35,6 +35,7 @@ from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.names import read_authority
 from carrel.egress.plan import Injected
 from carrel.egress.sockets import Ended, Undeliverable
+from carrel.primitives.tasks import cancel
 from carrel.redaction.redact import StreamRedactor
 
 log = logging.getLogger("carrel.egress")
@@ -185,7 +186,7 @@ class Relay:
             await asyncio.wait((ours, theirs), return_when=asyncio.FIRST_COMPLETED)
             return not theirs.done() and ours.result()
         finally:
-            await _cancel(ours, theirs)
+            await cancel((ours, theirs))
 
     async def _read(self) -> Request | None:
         try:
@@ -334,7 +335,7 @@ class Relay:
                 await sending  # raises when the client sent an invalid body
             return await receiving
         finally:
-            await _cancel(sending, receiving)
+            await cancel((sending, receiving))
 
     async def _send_body(self, exchange: _Exchange) -> bool:
         """Send the body of the request; return False when the server takes no more of it: it may have answered. Raises
@@ -386,7 +387,7 @@ class Relay:
             try:
                 head = await exchange.server.head()
             except Refused as refusal:
-                raise Refused(refusal.reason, code="bad_response", status=502) from None
+                raise BadResponse(refusal.reason) from None
             except OSError as error:
                 raise _Unanswered(exchange.target, error) from None
             if head is None:
@@ -398,12 +399,12 @@ class Relay:
             if exchange.request.minor == 1:
                 reason, headers = exchange.clean_head(response)
                 await self._client.write(write_response(response.status, reason, headers))
-        raise Refused("the server sends no final answer", code="bad_response", status=502)
+        raise BadResponse("the server sends no final response")
 
     async def _switch(self, exchange: _Exchange, response: Response) -> None:
         """Pass on a WebSocket until one side ends it."""
         if not (exchange.websocket and response.websocket):
-            raise Refused("the server switches to what was not asked for", code="bad_response", status=502)
+            raise BadResponse("the server switches to a protocol that was not requested")
         _, headers = exchange.clean_head(response)
         self._begun = True
         await self._client.write(write_response(101, b"Switching Protocols", [*headers, *_UPGRADE]))
@@ -440,7 +441,7 @@ class Relay:
             await self._client.write(answers.page(outbound.refusals, body=request.method != "HEAD"))
             return False
         if request.body:
-            raise _bad("the package index takes no bodies")
+            raise BadRequest("the package index takes no bodies")
         access = Access(outbound.plan.sandbox, "index", method=request.method, path=_logged(request.target))
         packages = outbound.packages()
         access.verdict = outbound.front.decide(request.target, packages)
@@ -472,12 +473,6 @@ class Relay:
             await self._client.write(piece)
 
 
-async def _cancel(*futures: asyncio.Future[bool]) -> None:
-    for each in futures:
-        each.cancel()
-    await asyncio.gather(*futures, return_exceptions=True)
-
-
 def _completed(sending: asyncio.Future[bool] | None) -> bool:
     """Whether the body of a request was sent completely. None: it has none."""
     if sending is None:
@@ -501,21 +496,17 @@ def _split(request: Request) -> tuple[Target, str]:
     """Return the target of a request in absolute form and the path there. Raises `Refused`."""
     scheme, separator, rest = request.target.partition("://")
     if request.method == "CONNECT" or not separator:
-        raise _bad("the request must name a URL: http://host/path")
+        raise BadRequest("the request must name a URL: http://host/path")
     if scheme.lower() != "http":
-        raise Refused(
-            f"a request for {scheme[:20].lower()} cannot be passed on in the clear",
-            code="bad_request",
-            status=400,
-            hint="open a tunnel with CONNECT",
-        )
+        reason = f"a request for {scheme[:20].lower()} cannot be forwarded in the clear"
+        raise BadRequest(reason, hint="open a tunnel with CONNECT")
     if "#" in rest:
-        raise _bad("the URL of a request has no fragment")
+        raise BadRequest("the URL of a request has no fragment")
     name = re.split("[/?]", rest, maxsplit=1)[0]
     target = read_authority(name, _HTTP)
     for host in request.all(b"host"):
         if read_authority(host, _HTTP) != target:
-            raise _bad("the URL of the request and its Host header name different hosts")
+            raise BadRequest("the URL of the request and its Host header name different hosts")
     path = rest[len(name) :]
     if not path.startswith("/"):
         path = "*" if request.method == "OPTIONS" and not path else "/" + path
@@ -527,13 +518,13 @@ def _path_inside(tunnel: Tunnel, request: Request) -> str:
     path = request.target
     hosts: list[str | bytes] = [*request.all(b"host")]
     if request.method == "CONNECT":
-        raise _bad("a tunnel cannot be opened inside a tunnel")
+        raise BadRequest("a tunnel cannot be opened inside a tunnel")
     if "#" in path:
-        raise _bad("the path of a request has no fragment")
+        raise BadRequest("the path of a request has no fragment")
     if not path.startswith("/") and not (path == "*" and request.method == "OPTIONS"):
         scheme, separator, rest = path.partition("://")
         if not separator or scheme.lower() != "https" or tunnel.credentials is None:
-            raise _bad("inside a tunnel, a request names a path")
+            raise BadRequest("inside a tunnel, a request names a path")
         name = re.split("[/?]", rest, maxsplit=1)[0]
         hosts.append(name)
         path = rest[len(name) :]
@@ -546,10 +537,6 @@ def _path_inside(tunnel: Tunnel, request: Request) -> str:
                 hint="open a tunnel for each host",
             )
     return path
-
-
-def _bad(reason: str) -> Refused:
-    return Refused(reason, code="bad_request", status=400)
 
 
 def _changed() -> Refused:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from carrel.egress.copying import copy, tunnel
 from carrel.egress.http.messages import Chunks, Head, chunk, end_of
 from carrel.egress.sockets import FREE_LOOKS, IDLE_S, PAUSE_S, Ended, Undeliverable, farewell, readable, send
+from carrel.primitives.tasks import cancel
 from carrel.redaction.redact import StreamRedactor
 
 HANDSHAKE_S = 10.0
@@ -298,6 +299,4 @@ async def forward_both_ways(
         for each in done:
             each.result()
     finally:
-        for each in (sending, receiving):
-            each.cancel()
-        await asyncio.gather(sending, receiving, return_exceptions=True)
+        await cancel((sending, receiving))

@@ -23,6 +23,7 @@ from carrel.egress.index.client import FairLimit, IndexClient, Permit, Unreachab
 from carrel.egress.index.pages import BadPage, Page
 from carrel.egress.plan import Index
 from carrel.primitives.cache import Cache
+from carrel.primitives.tasks import cancel
 
 log = logging.getLogger(__name__)
 
@@ -82,10 +83,7 @@ class Catalogue:
 
     async def aclose(self) -> None:
         """Cancel all requests."""
-        tasks = [task for task, _ in self._requests.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel([task for task, _ in self._requests.values()])
 
     def _finished(self, name: str, task: asyncio.Task[Entry]) -> None:
         del self._requests[name]

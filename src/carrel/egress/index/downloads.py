@@ -22,6 +22,7 @@ from functools import partial
 from carrel.egress.index.cache import Draft, OpenFile, PackageCache
 from carrel.egress.index.client import FairLimit, IndexClient, Permit, Unreachable
 from carrel.egress.plan import Index
+from carrel.primitives.tasks import cancel
 from carrel.threads import run_to_end
 
 MOST_DIRECTORY = 32 << 20
@@ -335,9 +336,7 @@ class Downloads:
 
     async def aclose(self) -> None:
         """Cancel all downloads."""
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(list(self._tasks))
 
 
 class Body:

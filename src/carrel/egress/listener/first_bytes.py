@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
 
-from carrel.egress.access import Refused, Target
+from carrel.egress.access import BadRequest, Refused, Target
 from carrel.egress.outbound.names import of_address, read_host
 
 SOCKS_VERSION = 5
@@ -67,14 +67,14 @@ def read_socks_request(data: bytes) -> SocksRequest | None:
 
 def _target(kind: int, address: bytes, port: int) -> Target:
     if not port:
-        raise Refused("0 is not a port", code="bad_request", status=400)
+        raise BadRequest("0 is not a port")
     if kind == _NAME:
         return read_host(address[1:], port)
     return of_address(IPv4Address(address) if kind == _V4 else IPv6Address(address), port)
 
 
 def _no(size: int, code: int, reason: str) -> SocksRequest:
-    return SocksRequest(size, None, code, Refused(reason, code="bad_request", status=400))
+    return SocksRequest(size, None, code, BadRequest(reason))
 
 
 def socks_reply(code: int) -> bytes:
@@ -96,18 +96,18 @@ _AGAIN = bytes.fromhex("cf21ad74e59a6111be1d8c021e65b891c2a211167abb8c5e079e09e2
 """The random number of a HelloRetryRequest, in which a server asks for another hello (RFC 8446, 4.1.3)."""
 
 
-class NotTls(Refused):
+class NotTls(BadRequest):
     """The bytes are not TLS."""
 
     def __init__(self) -> None:
-        super().__init__("the connection does not begin with TLS", code="bad_request", status=400)
+        super().__init__("the connection does not begin with TLS")
 
 
-class Malformed(Refused):
+class Malformed(BadRequest):
     """The bytes begin like TLS, but are not a hello that has only one meaning."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"the TLS hello is not valid: {reason}", code="bad_request", status=400)
+        super().__init__(f"the TLS hello is not valid: {reason}")
 
 
 @dataclass(frozen=True, slots=True)

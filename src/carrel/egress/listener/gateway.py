@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Literal
 
-from carrel.egress.access import Access, Refused, Target
+from carrel.egress.access import Access, BadRequest, Refused, Target
 from carrel.egress.copying import copy, tunnel
 from carrel.egress.http import answers, messages
 from carrel.egress.http.relay import Relay, Tunnel
@@ -319,7 +319,7 @@ def _read_target(head: bytes) -> Target:
     target = read_authority(request.target, None)
     for host in request.all(b"host"):
         if read_authority(host, target.port) != target:
-            raise Refused("CONNECT and its Host header name different hosts", code="bad_request", status=400)
+            raise BadRequest("CONNECT and its Host header name different hosts")
     return target
 
 

@@ -12,7 +12,7 @@ from ipaddress import IPv4Address, IPv6Address
 
 import idna
 
-from carrel.egress.access import Address, Refused, Target
+from carrel.egress.access import Address, BadRequest, Target
 
 MAX_NAME = 253
 MAX_LABEL = 63
@@ -27,7 +27,7 @@ _PORT = re.compile(r"[1-9][0-9]{0,4}")
 def read_host(text: str | bytes, port: int) -> Target:
     """Parse a host: a name, four decimal numbers, or an IPv6 address in brackets. Raises `Refused`."""
     if not 1 <= port <= MAX_PORT:
-        raise _refused(f"{port} is not a port")
+        raise BadRequest(f"{port} is not a port")
     host = _ascii(text)
     if host.startswith("["):
         return of_address(_in_brackets(host), port)
@@ -45,17 +45,17 @@ def read_authority(text: str | bytes, default_port: int | None) -> Target:
     host, colon, port = whole.rpartition(":")
     if not colon or whole.endswith("]"):
         if default_port is None:
-            raise _refused(f"'{_shown(whole)}' names no port")
+            raise BadRequest(f"'{_shown(whole)}' names no port")
         return read_host(whole, default_port)
     if ":" in host and not host.startswith("["):
-        raise _refused(f"'{_shown(whole)}' is not a host and a port; an IPv6 address is written in brackets")
+        raise BadRequest(f"'{_shown(whole)}' is not a host and a port; an IPv6 address is written in brackets")
     return read_host(host, read_port(port))
 
 
 def read_port(text: str) -> int:
     """Parse a port: decimal digits only."""
     if not _PORT.fullmatch(text) or int(text) > MAX_PORT:
-        raise _refused(f"'{_shown(text)}' is not a port")
+        raise BadRequest(f"'{_shown(text)}' is not a port")
     return int(text)
 
 
@@ -69,42 +69,42 @@ def of_address(address: Address, port: int) -> Target:
 def _ascii(text: str | bytes) -> str:
     # The longest valid text is a name with a trailing dot and a port.
     if len(text) > MAX_NAME + 7:
-        raise _refused("the host is longer than a name can be")
+        raise BadRequest("the host is longer than a name can be")
     try:
         return text.decode("ascii") if isinstance(text, bytes) else text.encode("ascii").decode("ascii")
     except UnicodeError:
-        raise _refused("the host is not plain ASCII", "write international names in their xn-- form") from None
+        raise BadRequest("the host is not plain ASCII", hint="write international names in their xn-- form") from None
 
 
 def _in_brackets(host: str) -> IPv6Address:
     inner = host[1:-1]
     # A scope (`%eth0`) would choose a network interface of this host.
     if not host.endswith("]") or "%" in inner or "/" in inner:
-        raise _refused(f"'{_shown(host)}' is not an IPv6 address")
+        raise BadRequest(f"'{_shown(host)}' is not an IPv6 address")
     try:
         return IPv6Address(inner)
     except ValueError:
-        raise _refused(f"'{_shown(host)}' is not an IPv6 address") from None
+        raise BadRequest(f"'{_shown(host)}' is not an IPv6 address") from None
 
 
 def _four_numbers(host: str) -> IPv4Address:
     try:
         return IPv4Address(host)
     except ValueError:
-        raise _refused(f"'{_shown(host)}' is not an address") from None
+        raise BadRequest(f"'{_shown(host)}' is not an address") from None
 
 
 def _name(host: str) -> str:
     name = host.removesuffix(".").lower()
     labels = name.split(".")
     if not name or len(name) > MAX_NAME or any(len(each) > MAX_LABEL or not _LABEL.fullmatch(each) for each in labels):
-        raise _refused(f"'{_shown(host)}' is not the name of a host")
+        raise BadRequest(f"'{_shown(host)}' is not the name of a host")
     # Some programs read such names as addresses: octal, hexadecimal, or with missing parts.
     if _NUMBER.fullmatch(labels[-1]):
-        raise _refused(f"'{_shown(host)}' is not the name of a host", "write an address as four decimal numbers")
+        raise BadRequest(f"'{_shown(host)}' is not the name of a host", hint="write an address as four decimal numbers")
     for label in labels:
         if label.startswith("xn--") and not _is_international(label):
-            raise _refused(f"'{_shown(label)}' is not the xn-- form of a name")
+            raise BadRequest(f"'{_shown(label)}' is not the xn-- form of a name")
     return name
 
 
@@ -117,7 +117,3 @@ def _is_international(label: str) -> bool:
 
 def _shown(text: str) -> str:
     return text[:100].encode("unicode_escape").decode("ascii")
-
-
-def _refused(reason: str, hint: str | None = None) -> Refused:
-    return Refused(reason, code="bad_request", status=400, hint=hint)

@@ -23,6 +23,7 @@ from carrel.egress.access import Address, Refused, Resolve
 from carrel.egress.outbound.names import read_authority
 from carrel.errors import InvalidRequest
 from carrel.primitives.cache import Cache
+from carrel.primitives.tasks import cancel
 
 DEADLINE_S = 5.0
 MOST_KEPT = 1000
@@ -93,10 +94,7 @@ class Resolver:
 
     async def close(self) -> None:
         """Cancel all look-ups."""
-        running = list(self._running.values())
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel(list(self._running.values()))
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 

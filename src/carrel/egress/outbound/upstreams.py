@@ -25,6 +25,7 @@ from carrel.egress.plan import Upstream
 from carrel.egress.sockets import IDLE_S, connect, look, send, take
 from carrel.errors import InvalidRequest
 from carrel.primitives.backoff import Backoff
+from carrel.primitives.tasks import cancel
 
 # The replies of a SOCKS server that mean it cannot reach the target. All others are about the server or its rules.
 _SOCKS_UNREACHED = {
@@ -315,10 +316,8 @@ class Health:
 
     async def close(self) -> None:
         """Stop the checks."""
-        if (task := self._task) is not None:
-            self._task = None
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        task, self._task = self._task, None
+        await cancel([task])
 
     def works(self, upstream: Upstream) -> bool:
         """Whether the upstream is up, or has been down long enough to be tried again."""
