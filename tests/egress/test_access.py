@@ -13,7 +13,7 @@ def test_a_target_is_shown_as_people_write_it() -> None:
 
 def test_a_refusal_has_the_shape_of_every_refusal() -> None:
     said = Verdict("deny", "a.example is denied", "network(outbound:a.example)", "settings.json", "ask", "apr-1")
-    assert Refused(said).shown() == {
+    assert Refused(said).as_dict() == {
         "code": "denied_by_policy",
         "operation": "network",
         "rule": "network(outbound:a.example)",

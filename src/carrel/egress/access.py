@@ -56,7 +56,7 @@ class Refused(Exception):
         """The reason of the verdict."""
         return self.verdict.reason
 
-    def shown(self) -> dict[str, object]:
+    def as_dict(self) -> dict[str, object]:
         """Return the refusal in the form that all parts of carrel use."""
         verdict = self.verdict
         return {

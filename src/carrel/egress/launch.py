@@ -118,11 +118,11 @@ class Keeper:
             self._deaths.append(time.monotonic())
 
     def _once(self) -> tuple[int, bool]:
-        begun, tell = os.pipe2(os.O_CLOEXEC)
+        begun, report = os.pipe2(os.O_CLOEXEC)
         self._child = os.fork()
         if self._child == 0:
-            self._in_child(tell)
-        os.close(tell)
+            self._in_child(report)
+        os.close(report)
         _, status = os.waitpid(self._child, 0)
         self._child = 0
         try:
@@ -130,12 +130,12 @@ class Keeper:
         finally:
             os.close(begun)
 
-    def _in_child(self, tell: int) -> NoReturn:
+    def _in_child(self, report: int) -> NoReturn:
         status = 1
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
-            self._work(lambda: os.write(tell, b"1"))
+            self._work(lambda: os.write(report, b"1"))
             status = 0
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else 1

@@ -268,7 +268,5 @@ class Egress:
 
 def _nobody_to_ask() -> Verdict:
     return Verdict(
-        "deny",
-        "a person would have to allow this host, and nobody can be asked now",
-        hint="try again in a moment",
+        "deny", "a person would have to allow this host, and nobody can be asked now", hint="try again in a moment"
     )

@@ -55,7 +55,7 @@ async def test_a_credential_is_for_the_proxy_alone(tmp_path: Path) -> None:
     plan = await made.of(RECORD)
     [injected] = plan.injected
     assert (injected.value, injected.secret, injected.methods) == ("Bearer hush-1234", "hush-1234", ("GET",))
-    files = await made.shown(RECORD, {"key": b"hush-1234\n", "other": b"seen"})
+    files = await made.sandbox_secrets(RECORD, {"key": b"hush-1234\n", "other": b"seen"})
     assert files["other"] == b"seen" and b"hush" not in files["key"]
     authority = tmp_path / "ca-sbx-1.pem"
     assert stat.S_IMODE(authority.stat().st_mode) == 0o600

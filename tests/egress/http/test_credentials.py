@@ -172,7 +172,7 @@ def test_a_secret_that_cannot_be_kept_is_not_used(secret: str) -> None:
     with pytest.raises(Refused) as raised:
         credentials.choose("api.test", "GET", "/")
     assert (raised.value.status, raised.value.code) == (502, "credential_unusable")
-    assert not secret or secret not in repr(raised.value.shown())
+    assert not secret or secret not in repr(raised.value.as_dict())
     assert credentials.choose("other.test", "GET", "/") == ()
 
 

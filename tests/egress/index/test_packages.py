@@ -19,7 +19,7 @@ def test_what_may_be_installed():
     packages.check("good")
     with pytest.raises(Refused, match="the package bad is blocked") as refused:
         packages.check("bad")
-    shown = refused.value.shown()
+    shown = refused.value.as_dict()
     assert shown["code"] == "denied_by_policy"
     assert shown["rule"] == "package_managers.pip.blocked_packages: bad"
     assert refused.value.status == 403

@@ -25,8 +25,8 @@ from carrel.primitives.tasks import cancel
 log = logging.getLogger("carrel.egress")
 
 NAMES = {"connect": "connect", "socks5": "connect", "http": "request", "index": "package"}
-_SHOWN = ("host", "port", "protocol", "method", "path", "address", "upstream", "credential")
-_LATER = ("address", "upstream", "method", "path")
+_ARGUMENTS = ("host", "port", "protocol", "method", "path", "address", "upstream", "credential")
+_KNOWN_LATER = ("address", "upstream", "method", "path")
 _RETRY_S = 1.0
 _MOST_KNOWN = 20_000
 
@@ -129,9 +129,9 @@ class AccessLogWriter:
         ending = await self._ending(item, context)
         if ticket is not None:
             later = _later(item, ticket.entry.arguments)
-            shown = await self._redact(context or str(item["sandbox"]), later) if later else later
+            redacted = await self._redact(context or str(item["sandbox"]), later) if later else later
             del self._open[number]
-            ticket.end(replace(ending, arguments=shown))
+            ticket.end(replace(ending, arguments=redacted))
         else:
             self._audit.record(await self._entry(item, context), ending)
         seconds = 0.0 if ending.duration_ms is None else ending.duration_ms / 1000
@@ -142,26 +142,26 @@ class AccessLogWriter:
         ending = _ending(item)
         if ending.reason is None:
             return ending
-        shown = await self._redact(context or str(item["sandbox"]), {"reason": ending.reason})
-        return replace(ending, reason=str(shown["reason"]))
+        redacted = await self._redact(context or str(item["sandbox"]), {"reason": ending.reason})
+        return replace(ending, reason=str(redacted["reason"]))
 
     async def _entry(self, item: Item, context: str | None) -> Entry:
         sandbox = str(item["sandbox"])
-        arguments = {name: item[name] for name in _SHOWN if item.get(name) is not None}
+        arguments = {name: item[name] for name in _ARGUMENTS if item.get(name) is not None}
         if item.get("inspected"):
             arguments["inspected"] = True
         verdict = item["verdict"]
         approval = item.get("approval")
-        shown = await self._redact(context or sandbox, {**arguments, "rule": _text(item.get("rule"))})
+        redacted = await self._redact(context or sandbox, {**arguments, "rule": _text(item.get("rule"))})
         return Entry(
             chain=chain_of(context, sandbox),
             actor=f"sandbox:{sandbox}",
             kind="network",
             name=NAMES.get(str(item["protocol"]), "connect"),
             decision=verdict if verdict in {"allow", "deny", "ask"} else "deny",
-            rule=_text(shown.pop("rule")),
+            rule=_text(redacted.pop("rule")),
             source=_text(item.get("source")),
-            arguments=shown,
+            arguments=redacted,
             arguments_hash=self._audit.hash_arguments(arguments),
             approval=_text(approval),
         )
@@ -177,7 +177,7 @@ def _last_of_each(items: list[tuple[Item, str | None]]) -> Iterator[tuple[Item, 
 
 def _later(item: Item, known: Mapping[str, object]) -> dict[str, object]:
     """Return the arguments that were not known when the access began."""
-    return {name: item[name] for name in _LATER if item.get(name) is not None and item[name] != known.get(name)}
+    return {name: item[name] for name in _KNOWN_LATER if item.get(name) is not None and item[name] != known.get(name)}
 
 
 def _text(value: object) -> str | None:

@@ -134,7 +134,7 @@ class Plans:
             registries=self._registries,
         )
 
-    async def shown(self, record: SessionRecord, values: Mapping[str, bytes]) -> dict[str, bytes]:
+    async def sandbox_secrets(self, record: SessionRecord, values: Mapping[str, bytes]) -> dict[str, bytes]:
         """Return the secrets for the sandbox: placeholders if only the proxy may have the value, and the roots to trust
         if TLS is inspected.
         """

@@ -43,7 +43,7 @@ class SecretFiles(Attachment):
         owner = record.owner
         self._values.stale(owner)  # the redactor was made before the template was known
         async with box.giving:
-            values = await self._plans.shown(record, await self._values.values_of(record))
+            values = await self._plans.sandbox_secrets(record, await self._values.values_of(record))
             if values == box.given or (not values and not box.has_secrets):
                 return
             if values:

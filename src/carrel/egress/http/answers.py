@@ -44,7 +44,7 @@ def body_of(refused: Refused) -> bytes:
     users.
     """
     problem = {"title": _status_phrase(refused.status), "status": refused.status, "detail": sentence_of(refused)}
-    return (json.dumps({**refused.shown(), **problem}) + "\n").encode()
+    return (json.dumps({**refused.as_dict(), **problem}) + "\n").encode()
 
 
 def sentence_of(refused: Refused) -> str:

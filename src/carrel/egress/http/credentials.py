@@ -63,10 +63,7 @@ class Credentials:
         known = [each for each in self._injected if each.host == host]
         if known and self._fault is not None:
             raise Refused(
-                self._fault,
-                code="credential_unusable",
-                status=502,
-                hint="the operator has to correct the secret",
+                self._fault, code="credential_unusable", status=502, hint="the operator has to correct the secret"
             )
         return tuple(each for each in known if _methods_match(each, method) and _paths_match(each, target))
 

@@ -494,23 +494,27 @@ def _logged(path: str) -> str:
 
 def _split(request: Request) -> tuple[Target, str]:
     """Return the target of a request in absolute form and the path there. Raises `Refused`."""
-    scheme, separator, rest = request.target.partition("://")
-    if request.method == "CONNECT" or not separator:
+    scheme, name, path = _parse_url(request.target)
+    if request.method == "CONNECT" or scheme is None:
         raise BadRequest("the request must name a URL: http://host/path")
-    if scheme.lower() != "http":
-        reason = f"a request for {scheme[:20].lower()} cannot be forwarded in the clear"
+    if scheme != "http":
+        reason = f"a request for {scheme[:20]} cannot be forwarded in the clear"
         raise BadRequest(reason, hint="open a tunnel with CONNECT")
-    if "#" in rest:
+    if "#" in request.target:
         raise BadRequest("the URL of a request has no fragment")
-    name = re.split("[/?]", rest, maxsplit=1)[0]
     target = read_authority(name, _HTTP)
     for host in request.all(b"host"):
         if read_authority(host, _HTTP) != target:
             raise BadRequest("the URL of the request and its Host header name different hosts")
+    return target, "*" if request.method == "OPTIONS" and not path else path or "/"
+
+
+def _parse_url(url: str) -> tuple[str | None, str, str]:
+    """Return the scheme, the authority, and the path with the query. Without a scheme it is None."""
+    scheme, separator, rest = url.partition("://")
+    name = re.split("[/?]", rest, maxsplit=1)[0]
     path = rest[len(name) :]
-    if not path.startswith("/"):
-        path = "*" if request.method == "OPTIONS" and not path else "/" + path
-    return target, path
+    return scheme.lower() if separator else None, name, "/" + path if path.startswith("?") else path
 
 
 def _path_inside(tunnel: Tunnel, request: Request) -> str:
@@ -522,13 +526,11 @@ def _path_inside(tunnel: Tunnel, request: Request) -> str:
     if "#" in path:
         raise BadRequest("the path of a request has no fragment")
     if not path.startswith("/") and not (path == "*" and request.method == "OPTIONS"):
-        scheme, separator, rest = path.partition("://")
-        if not separator or scheme.lower() != "https" or tunnel.credentials is None:
+        scheme, name, path = _parse_url(path)
+        if scheme != "https" or tunnel.credentials is None:
             raise BadRequest("inside a tunnel, a request names a path")
-        name = re.split("[/?]", rest, maxsplit=1)[0]
         hosts.append(name)
-        path = rest[len(name) :]
-        path = path if path.startswith("/") else "/" + path
+        path = path or "/"
     for host in hosts:
         if read_authority(host, tunnel.target.port) != tunnel.target:
             raise Refused(

@@ -69,8 +69,8 @@ def _directory_size(descriptor: int, size: int) -> int:
     tail = os.pread(descriptor, _MOST_TAIL, max(0, size - _MOST_TAIL))
     longest = 0
     for at in _places(tail, _END):
-        told = _number("<L", tail[at : at + _END_SIZE], 12)
-        longest = max(longest, 0 if told == _SEE_LONGER_RECORD else told)
+        listed = _number("<L", tail[at : at + _END_SIZE], 12)
+        longest = max(longest, 0 if listed == _SEE_LONGER_RECORD else listed)
     for at in _places(tail, _LOCATOR64):
         where = _number("<Q", tail[at : at + _LOCATOR64_SIZE], 8)
         record = os.pread(descriptor, _END64_SIZE, where) if where < size else b""

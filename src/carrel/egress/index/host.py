@@ -63,9 +63,9 @@ def host_proxy(
     environment: Mapping[str, str] | None = None, *, root: str = "/", prefix: str = sys.prefix
 ) -> str | None:
     """Return the proxy of the host's `pip`, or None."""
-    told = _Options(os.environ if environment is None else environment, root, prefix).get("proxy")
-    if told:
-        return told if "://" in told else f"http://{told}"
+    proxy = _Options(os.environ if environment is None else environment, root, prefix).get("proxy")
+    if proxy:
+        return proxy if "://" in proxy else f"http://{proxy}"
     if environment is None:
         found = getproxies_environment()
     else:
@@ -182,9 +182,9 @@ def _is_trusted(url: str, trusted: set[str]) -> bool:
     """Whether `trusted-host` names the host, or the host with this port."""
     parts = urlsplit(url)
     host = (parts.hostname or "").lower()
-    shown = f"[{host}]" if ":" in host else host
+    bracketed = f"[{host}]" if ":" in host else host
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
-    return bool(trusted & {host, shown, f"{shown}:{port}"})
+    return bool(trusted & {host, bracketed, f"{bracketed}:{port}"})
 
 
 # other package managers
@@ -194,12 +194,7 @@ def host_registries(environment: Mapping[str, str] | None = None, *, root: str =
     """Return all registries that are known, each once."""
     given = os.environ if environment is None else environment
     home = given.get("HOME") or os.path.expanduser("~")
-    found = {
-        "npm": _npm(given, home, root),
-        "go": _go(given, home),
-        "cargo": _cargo(given, home),
-        "apt": _apt(root),
-    }
+    found = {"npm": _npm(given, home, root), "go": _go(given, home), "cargo": _cargo(given, home), "apt": _apt(root)}
     known = (_registry(manager, url) for manager, urls in found.items() for url in urls)
     return tuple(dict.fromkeys(each for each in known if each is not None))
 

@@ -64,8 +64,8 @@ class Link:
         """The file's identifier in URLs of this index: its SHA-256, or a hash of what the index says about it."""
         if known := self.hashes.get("sha256"):
             return known
-        told = json.dumps([self.url, self.size, self.upload_time, sorted(self.hashes.items())])
-        return "x" + hashlib.sha256(told.encode()).hexdigest()
+        known = json.dumps([self.url, self.size, self.upload_time, sorted(self.hashes.items())])
+        return "x" + hashlib.sha256(known.encode()).hexdigest()
 
     @property
     def digest(self) -> tuple[str, str] | None:
@@ -140,7 +140,7 @@ def read_json(body: bytes, project: str, base: str = "") -> Page:
     if not isinstance(files, list):
         raise BadPage("the page lists no files")
     meta = value.get("meta")
-    _version(meta.get("api-version", "1.0") if isinstance(meta, dict) else "1.0")
+    _check_version(meta.get("api-version", "1.0") if isinstance(meta, dict) else "1.0")
     if len(files) > MOST_FILES:
         raise BadPage(f"the page lists more than {MOST_FILES} files")
     links = [link for each in files if isinstance(each, dict) and (link := _from_json(each, project, base))]
@@ -151,9 +151,9 @@ def read_json(body: bytes, project: str, base: str = "") -> Page:
     return Page(project, tuple(links), versions)
 
 
-def _version(told: object) -> None:
-    if not isinstance(told, str) or told.partition(".")[0].strip() != "1":
-        raise BadPage(f"the page is of version {str(told)[:20]!r}, which is not known here")
+def _check_version(version: object) -> None:
+    if not isinstance(version, str) or version.partition(".")[0].strip() != "1":
+        raise BadPage(f"the page is of version {str(version)[:20]!r}, which is not known here")
 
 
 def _from_json(each: Mapping[str, object], project: str, base: str) -> Link | None:
@@ -164,8 +164,8 @@ def _from_json(each: Mapping[str, object], project: str, base: str) -> Link | No
     if absolute is None:
         return None
     size, yanked = each.get("size"), each.get("yanked", False)
-    told = next((each[key] for key in ("core-metadata", "dist-info-metadata") if key in each), False)
-    metadata = _hashes(told).get("sha256", True) if isinstance(told, dict) else told is True
+    listed = next((each[key] for key in ("core-metadata", "dist-info-metadata") if key in each), False)
+    metadata = _hashes(listed).get("sha256", True) if isinstance(listed, dict) else listed is True
     return Link(
         filename,
         absolute[0],
@@ -238,7 +238,7 @@ class _Reader(HTMLParser):
             if found := _absolute(self._base, href):
                 self._base = found[0]
         elif tag == "meta" and given.get("name") == "pypi:repository-version":
-            _version(given.get("content"))
+            _check_version(given.get("content"))
 
     def _link(self, href: str, given: Mapping[str, str | None]) -> Link | None:
         absolute = _absolute(self._base, href)
@@ -247,8 +247,10 @@ class _Reader(HTMLParser):
         filename = unquote(urlsplit(absolute[0]).path.rpartition("/")[2])
         if not belongs(filename, self._project):
             return None
-        told = next((given[key] for key in ("data-core-metadata", "data-dist-info-metadata") if key in given), "false")
-        name, _, digest = (told or "true").partition("=")
+        listed = next(
+            (given[key] for key in ("data-core-metadata", "data-dist-info-metadata") if key in given), "false"
+        )
+        name, _, digest = (listed or "true").partition("=")
         return Link(
             filename,
             absolute[0],
@@ -333,8 +335,8 @@ def _anchor(link: Link, place: Place) -> str:
     if link.yanked:
         given.append(("data-yanked", link.yanked if isinstance(link.yanked, str) else ""))
     if link.metadata:
-        told = f"sha256={link.metadata}" if isinstance(link.metadata, str) else "true"
-        given += [("data-core-metadata", told), ("data-dist-info-metadata", told)]
+        value = f"sha256={link.metadata}" if isinstance(link.metadata, str) else "true"
+        given += [("data-core-metadata", value), ("data-dist-info-metadata", value)]
     attributes = " ".join(f'{name}="{html.escape(value)}"' for name, value in given)
     return f"<a {attributes}>{html.escape(link.filename)}</a><br>"
 

@@ -119,10 +119,10 @@ async def connect_by_http(connection: socket.socket, proxy: ProxyAddress, host: 
     status = await _exchange(connection, f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n{proof}\r\n")
     if 200 <= status < 300:
         return
-    said = f"{status} {HTTPStatus(status).phrase}" if status in set(HTTPStatus) else str(status)
+    reason = f"{status} {HTTPStatus(status).phrase}" if status in set(HTTPStatus) else str(status)
     if status in _HTTP_UNREACHED:
-        raise Unreached(said)
-    raise _refusal(proxy, said, credentials=status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED)
+        raise Unreached(reason)
+    raise _refusal(proxy, reason, credentials=status == HTTPStatus.PROXY_AUTHENTICATION_REQUIRED)
 
 
 async def greet_by_http(connection: socket.socket, proxy: ProxyAddress) -> None:
@@ -189,9 +189,9 @@ def _socks_address(host: str) -> bytes:
     return (b"\x01" if isinstance(address, IPv4Address) else b"\x04") + address.packed
 
 
-def _refusal(proxy: ProxyAddress, said: str, *, credentials: bool = False) -> Refused:
+def _refusal(proxy: ProxyAddress, reason: str, *, credentials: bool = False) -> Refused:
     return Refused(
-        f"the upstream proxy '{proxy.name}' refused the connection: {said}",
+        f"the upstream proxy '{proxy.name}' refused the connection: {reason}",
         code="upstream_refused",
         status=502,
         hint="the operator has to correct the credentials of this upstream" if credentials else None,
@@ -451,8 +451,8 @@ class Upstreams:
             except Unreached as error:
                 unreached.append(f"'{upstream.name}' says {error}")
         if unreached:
-            said = "; ".join(unreached)
-            raise Refused(f"{target} cannot be reached by upstream proxy: {said}", code="unreachable", status=502)
+            reasons = "; ".join(unreached)
+            raise Refused(f"{target} cannot be reached by upstream proxy: {reasons}", code="unreachable", status=502)
         names = ", ".join(f"'{upstream.name}'" for upstream in self._upstreams)
         raise Refused(
             f"no upstream proxy works: {names}",
@@ -471,8 +471,8 @@ class Upstreams:
         for host in hosts:
             try:
                 connection = await self._ask(upstream, host, target.port)
-            except Unreached as said:
-                error = said
+            except Unreached as failure:
+                error = failure
                 continue
             access.address = None if named else host
             return connection
