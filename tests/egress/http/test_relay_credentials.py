@@ -281,3 +281,14 @@ async def test_credentials_that_cannot_be_used_are_told_by_name() -> None:
         assert "API_KEY" in answer.text
         assert "b-secret" not in answer.text
     assert not site.seen
+
+
+async def test_interim_responses_are_passed_on_without_secrets() -> None:
+    hint = b"HTTP/1.1 103 Early Hints\r\nLink: <%s>\r\nX-Other: yes\r\n\r\n" % SECRET.encode()
+    async with setting(lambda _seen: [hint, *said(b"done")]) as (site, proxy), proxy.raw(site) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: api.test:%d\r\nConnection: close\r\n\r\n" % site.port)
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 103 Early Hints\r\n")
+    assert b"X-Other: yes" in answer and b"HTTP/1.1 200 OK" in answer and b"done" in answer
+    assert not spoken(answer)
+    assert PLACEHOLDER.encode() in answer

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -310,6 +312,34 @@ async def test_inside_a_tunnel_every_request_is_for_its_host() -> None:
         assert [(each.protocol, each.method, each.path, each.address) for each in inside] == [
             ("http", "GET", "/ok", OPEN)
         ] * 2
+
+
+@loops.the_fast_one
+async def test_client_that_resets_the_tunnel_between_requests_is_not_a_failure() -> None:
+    async with site() as (made, out):
+        reader, writer = await out.tunnel(f"a.test:{made.port}")
+        writer.write(f"GET / HTTP/1.1\r\nHost: a.test:{made.port}\r\n\r\n".encode())
+        assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+        [access] = await out.records.settled(1)
+        assert (access.result, access.path) == ("ok", "/")
+
+
+@loops.the_fast_one
+async def test_client_that_resets_the_tunnel_in_a_body_is_a_failure() -> None:
+    async with site() as (made, out):
+        _, writer = await out.tunnel(f"a.test:{made.port}")
+        head = f"POST / HTTP/1.1\r\nHost: a.test:{made.port}\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhe"
+        writer.write(head.encode())
+        async with asyncio.timeout(20):
+            while b"he" not in made.raw.partition(b"\r\n\r\n")[2]:
+                await asyncio.sleep(0.005)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+        [access] = await out.records.settled(1)
+        assert access.result == "reset"
+        assert made.requests == []
 
 
 @loops.the_fast_one

@@ -175,7 +175,7 @@ class Relay:
             return await self._first_of(server)
         try:
             more = await client.more(NEXT_S)
-        except TimeoutError:
+        except OSError:  # it takes too long, or has reset the connection
             return False
         return more and (not isinstance(server, SocketStream) or server.silent)
 
