@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Depends
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from starlette.routing import Match, Route, WebSocketRoute
 from starlette.types import Receive, Scope, Send
 
 from carrel.api.parts import described, known_query
@@ -26,8 +25,6 @@ from carrel.identity import ROOT, Identity
 from carrel.models.operations import OPERATIONS, Operation
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-_NAMED = re.compile(r"\(\?P<\w+>")
 
 
 def who() -> Identity:
@@ -81,7 +78,6 @@ class Router(APIRouter):
 
     def __init__(self, **settings: Any):
         super().__init__(route_class=GuardedRoute, **settings)
-        self._any: tuple[int, re.Pattern[str]] = 0, re.compile(r"(?!)")
 
     def operation(
         self,
@@ -123,19 +119,3 @@ class Router(APIRouter):
             openapi_extra=extra or None,
             dependencies=[Depends(known_query)] if parses is None and needs_token else None,
         )
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Routes are tried one after the other: those of a resource that has none for this path are passed over
-        together.
-        """
-        if not scope.get("root_path") and self._paths().match(scope["path"]) is None:
-            return Match.NONE, {}
-        return super().matches(scope)
-
-    def _paths(self) -> re.Pattern[str]:
-        """What the path of any of the routes is like; made anew when there are more."""
-        if self._any[0] != len(self.routes):
-            known = [route.path_regex.pattern for route in self.routes if isinstance(route, Route | WebSocketRoute)]
-            paths = [_NAMED.sub("(?:", each) for each in known] if len(known) == len(self.routes) else [""]
-            self._any = len(self.routes), re.compile("|".join(paths))
-        return self._any[1]

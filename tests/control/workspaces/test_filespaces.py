@@ -12,7 +12,7 @@ from tests.support.calls import decide_by
 from carrel.config import Settings
 from carrel.control.operations.call import Call
 from carrel.control.plane import ControlPlane
-from carrel.control.workspaces.filespaces import NOTICE
+from carrel.control.workspaces.filespace_files import NOTICE
 from carrel.errors import (
     ArchiveUnavailable,
     Conflict,
