@@ -114,7 +114,7 @@ def test_an_answer_that_is_none_of_the_protocol() -> None:
     plain = plain_call(scope(headers()), json.dumps(message()).encode())
     assert plain is not None
     for odd in ({"content": "text"}, {"content": [{"type": "[redacted]", "text": "x"}]}, {"content": [{}]}):
-        with pytest.raises(MCPError, match="something else"):
+        with pytest.raises(MCPError, match="does not follow the protocol"):
             plain.answered(odd, INFO)
 
 

@@ -11,17 +11,7 @@ from carrel.api.commands import EVENTS
 from carrel.api.guard import Router
 from carrel.api.parts import Plane, SandboxId, as_json, body_of, event_stream, plane_of
 from carrel.models import CellRequest, CellResult, CodeContextInfo, CodeContextList, CodeContextName
-from carrel.models.operations import (
-    CELL_OUTPUT,
-    DELETE_CODE_CONTEXT,
-    GET_CELL,
-    GET_CODE_CONTEXT,
-    INTERRUPT_CODE_CONTEXT,
-    LIST_CODE_CONTEXTS,
-    RESTART_CODE_CONTEXT,
-    RUN_CELL,
-    STREAM_CELL,
-)
+from carrel.models import operations as op
 
 router = Router(prefix="/v1/sandboxes/{id}/code-contexts", tags=["python"])
 Name = Annotated[CodeContextName, Path(alias="name", description="name of a code context")]
@@ -29,7 +19,7 @@ CellId = Annotated[str, Path(alias="cell", max_length=128, description="id of a 
 _ID_HEADER = {"Carrel-Cell-Id": {"description": "id of the cell", "schema": {"type": "string"}}}
 
 
-@router.operation(RUN_CELL, "Run a cell to its end", CellResult, 404, 409, 413, 422, 429, 502, parses=CellRequest)
+@router.operation(op.RUN_CELL, "Run a cell to its end", CellResult, 404, 409, 413, 422, 429, 502, parses=CellRequest)
 async def run_cell(request: Request) -> Response:
     """After the cells before it. The code context is created if there is none of this name."""
     wanted, names = await body_of(request, CellRequest), request.path_params
@@ -37,39 +27,39 @@ async def run_cell(request: Request) -> Response:
     return Response(result.model_dump_json(), media_type="application/json")
 
 
-@router.operation(LIST_CODE_CONTEXTS, "The code contexts of a sandbox", CodeContextList, 404, 409, 502)
+@router.operation(op.LIST_CODE_CONTEXTS, "The code contexts of a sandbox", CodeContextList, 404, 409, 502)
 async def list_code_contexts(id: SandboxId, plane: Plane) -> Response:
     """Oldest first."""
     return as_json(await plane.code_contexts.list(id))
 
 
-@router.operation(GET_CODE_CONTEXT, "One code context", CodeContextInfo, 404, 409, 502)
+@router.operation(op.GET_CODE_CONTEXT, "One code context", CodeContextInfo, 404, 409, 502)
 async def get_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """Idle, busy, or dead until the next cell starts it again."""
     return as_json(await plane.code_contexts.get(id, name))
 
 
-@router.operation(DELETE_CODE_CONTEXT, "End a code context", None, 404, 409, 502)
+@router.operation(op.DELETE_CODE_CONTEXT, "End a code context", None, 404, 409, 502)
 async def delete_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """With all its processes; its cells are forgotten."""
     await plane.code_contexts.delete(id, name)
     return Response(status_code=204)
 
 
-@router.operation(INTERRUPT_CODE_CONTEXT, "Interrupt the cell that runs", CodeContextInfo, 404, 409, 422, 429, 502)
+@router.operation(op.INTERRUPT_CODE_CONTEXT, "Interrupt the cell that runs", CodeContextInfo, 404, 409, 422, 429, 502)
 async def interrupt_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """Like Ctrl-C; the variables stay. Does nothing when no cell runs."""
     return as_json(await plane.code_contexts.interrupt(id, name))
 
 
-@router.operation(RESTART_CODE_CONTEXT, "Restart a code context", CodeContextInfo, 404, 409, 422, 429, 502)
+@router.operation(op.RESTART_CODE_CONTEXT, "Restart a code context", CodeContextInfo, 404, 409, 422, 429, 502)
 async def restart_code_context(id: SandboxId, name: Name, plane: Plane) -> Response:
     """Ends the running cell, drops the waiting ones, and deletes the variables."""
     return as_json(await plane.code_contexts.restart(id, name))
 
 
 @router.operation(
-    STREAM_CELL, "Run a cell and stream its output", {**EVENTS, "headers": _ID_HEADER}, 404, 409, 413, 422, 429, 502
+    op.STREAM_CELL, "Run a cell and stream its output", {**EVENTS, "headers": _ID_HEADER}, 404, 409, 413, 422, 429, 502
 )
 async def stream_cell(id: SandboxId, name: Name, body: CellRequest, plane: Plane, request: Request) -> Response:
     """Rich results are in the result of the cell: get it by the id in the header."""
@@ -79,13 +69,13 @@ async def stream_cell(id: SandboxId, name: Name, body: CellRequest, plane: Plane
     return await event_stream(request, chunks, headers={"carrel-cell-id": info.id})
 
 
-@router.operation(GET_CELL, "Wait for the result of a cell", CellResult, 404, 409, 422, 429, 502)
+@router.operation(op.GET_CELL, "Wait for the result of a cell", CellResult, 404, 409, 422, 429, 502)
 async def get_cell(id: SandboxId, name: Name, cell: CellId, plane: Plane) -> Response:
     """Answers when the cell has ended."""
     return as_json(await plane.code_contexts.get_cell(id, name, cell))
 
 
-@router.operation(CELL_OUTPUT, "The output of a cell, from an offset on", EVENTS, 404, 409, 502)
+@router.operation(op.CELL_OUTPUT, "The output of a cell, from an offset on", EVENTS, 404, 409, 502)
 async def get_cell_output(
     id: SandboxId,
     name: Name,

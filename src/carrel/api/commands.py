@@ -8,17 +8,7 @@ from fastapi import Query, Request
 from starlette.responses import Response
 
 from carrel.api.guard import Router
-from carrel.api.parts import (
-    NDJSON,
-    SSE,
-    CommandId,
-    Plane,
-    SandboxId,
-    as_json,
-    body_of,
-    event_stream,
-    plane_of,
-)
+from carrel.api.parts import NDJSON, SSE, CommandId, Plane, SandboxId, as_json, body_of, event_stream, plane_of
 from carrel.errors import InvalidRequest
 from carrel.models import (
     CommandInfo,
@@ -31,20 +21,7 @@ from carrel.models import (
     SignalRequest,
     TerminalSize,
 )
-from carrel.models.operations import (
-    COMMAND_OUTPUT,
-    COMMAND_RESULT,
-    DELETE_COMMAND,
-    EXECUTE,
-    GET_COMMAND,
-    LIST_COMMANDS,
-    RESIZE_TERMINAL,
-    RUN_COMMAND,
-    SEND_INPUT,
-    SIGNAL_COMMAND,
-    START_COMMAND,
-    STREAM_COMMAND,
-)
+from carrel.models import operations as op
 
 router = Router(prefix="/v1/sandboxes/{id}", tags=["commands"])
 
@@ -60,7 +37,7 @@ ID_HEADER = {"Carrel-Command-Id": {"description": "id of the command", "schema":
 
 
 @router.operation(
-    RUN_COMMAND, "Run a command to its end", CommandResult, 404, 409, 413, 429, 502, parses=CommandRequest
+    op.RUN_COMMAND, "Run a command to its end", CommandResult, 404, 409, 413, 429, 502, parses=CommandRequest
 )
 async def run_command(request: Request) -> Response:
     """Waits until the command ends or its deadline kills it; a non-zero exit code is a result, not an error."""
@@ -69,14 +46,23 @@ async def run_command(request: Request) -> Response:
     return Response(result.model_dump_json(), media_type="application/json")
 
 
-@router.operation(START_COMMAND, "Start a command in the background", CommandInfo, 404, 409, 413, 429, 502, status=201)
+@router.operation(
+    op.START_COMMAND, "Start a command in the background", CommandInfo, 404, 409, 413, 429, 502, status=201
+)
 async def start_command(id: SandboxId, body: CommandRequest, plane: Plane) -> Response:
     """Answers at once; read the output by id and offset. Without a `timeout` it runs until it ends or is deleted."""
     return as_json(await plane.operations.start_command(id, body), 201)
 
 
 @router.operation(
-    STREAM_COMMAND, "Start a command and stream its output", {**EVENTS, "headers": ID_HEADER}, 404, 409, 413, 429, 502
+    op.STREAM_COMMAND,
+    "Start a command and stream its output",
+    {**EVENTS, "headers": ID_HEADER},
+    404,
+    409,
+    413,
+    429,
+    502,
 )
 async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, request: Request) -> Response:
     """The command continues when the caller disconnects; attach again with its id and the last offset."""
@@ -85,25 +71,25 @@ async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, requ
     return await event_stream(request, chunks, headers={"carrel-command-id": info.id})
 
 
-@router.operation(LIST_COMMANDS, "List the commands of a sandbox", CommandList, 404, 409, 502)
+@router.operation(op.LIST_COMMANDS, "List the commands of a sandbox", CommandList, 404, 409, 502)
 async def list_commands(id: SandboxId, plane: Plane) -> Response:
     """Newest last."""
     return as_json(await plane.operations.list_commands(id))
 
 
-@router.operation(GET_COMMAND, "One command", CommandInfo, 404, 409, 502)
+@router.operation(op.GET_COMMAND, "One command", CommandInfo, 404, 409, 502)
 async def get_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     """Running or ended."""
     return as_json(await plane.operations.get_command(id, cid))
 
 
-@router.operation(COMMAND_RESULT, "Wait for a command's end", CommandResult, 404, 409, 502)
+@router.operation(op.COMMAND_RESULT, "Wait for a command's end", CommandResult, 404, 409, 502)
 async def get_command_result(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     """Answers when the command has ended."""
     return as_json(await plane.operations.command_result(id, cid))
 
 
-@router.operation(COMMAND_OUTPUT, "Output from an offset on", EVENTS, 404, 409, 502)
+@router.operation(op.COMMAND_OUTPUT, "Output from an offset on", EVENTS, 404, 409, 502)
 async def get_command_output(
     id: SandboxId,
     cid: CommandId,
@@ -119,7 +105,7 @@ async def get_command_output(
 
 
 @router.operation(
-    SEND_INPUT,
+    op.SEND_INPUT,
     "Write to the standard input of a command",
     None,
     404,
@@ -136,7 +122,7 @@ async def send_input(id: SandboxId, cid: CommandId, plane: Plane, request: Reque
     return Response(status_code=204)
 
 
-@router.operation(SIGNAL_COMMAND, "Send a signal", None, 404, 409, 413, 502)
+@router.operation(op.SIGNAL_COMMAND, "Send a signal", None, 404, 409, 413, 502)
 async def signal_command(id: SandboxId, cid: CommandId, body: SignalRequest, plane: Plane) -> Response:
     """To the process group, or with `tree` to every process of the command."""
     if not body.signal.isalnum():
@@ -145,21 +131,21 @@ async def signal_command(id: SandboxId, cid: CommandId, body: SignalRequest, pla
     return Response(status_code=204)
 
 
-@router.operation(RESIZE_TERMINAL, "Resize a command's terminal", None, 404, 409, 413, 502)
+@router.operation(op.RESIZE_TERMINAL, "Resize a command's terminal", None, 404, 409, 413, 502)
 async def resize_terminal(id: SandboxId, cid: CommandId, body: TerminalSize, plane: Plane) -> Response:
     """Terminals only."""
     await plane.operations.resize_terminal(id, cid, body)
     return Response(status_code=204)
 
 
-@router.operation(DELETE_COMMAND, "Kill a command and forget it", None, 404, 409, 502)
+@router.operation(op.DELETE_COMMAND, "Kill a command and forget it", None, 404, 409, 502)
 async def delete_command(id: SandboxId, cid: CommandId, plane: Plane) -> Response:
     """Kills the whole process tree."""
     await plane.operations.delete_command(id, cid)
     return Response(status_code=204)
 
 
-@router.operation(EXECUTE, "Run code with files in and files out", ExecuteResult, 404, 409, 413, 422, 429, 502)
+@router.operation(op.EXECUTE, "Run code with files in and files out", ExecuteResult, 404, 409, 413, 422, 429, 502)
 async def execute(id: SandboxId, body: ExecuteRequest, plane: Plane) -> Response:
     """Answers with the output and the names of the files produced."""
     return as_json(await plane.tools.execute(id, body))

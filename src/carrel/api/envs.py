@@ -23,15 +23,7 @@ from carrel.models import (
     EnvironmentList,
     EnvironmentName,
 )
-from carrel.models.operations import (
-    ATTACH_ENV,
-    BUILD_ENV,
-    DELETE_ENV,
-    DETACH_ENV,
-    GET_ENV,
-    LIST_ENVS,
-    LIST_SANDBOX_ENVS,
-)
+from carrel.models import operations as op
 
 router = Router(tags=["environments"])
 
@@ -44,7 +36,7 @@ _ANSWER: dict[str, Any] = {
 _ANSWER["content"][NDJSON]["schema"].pop("$defs", None)
 
 
-@router.operation(LIST_ENVS, "The environments of the server", EnvironmentList)
+@router.operation(op.LIST_ENVS, "The environments of the server", EnvironmentList)
 async def list_envs(plane: Plane) -> Response:
     """The last used first. A token that does not reach every context sees the environments of its contexts, and those
     with a label, by their label.
@@ -52,27 +44,27 @@ async def list_envs(plane: Plane) -> Response:
     return as_json(await plane.packages.environments())
 
 
-@router.operation(BUILD_ENV, "Build an environment", _ANSWER, 404, 409, 413, 422, 429, 502)
+@router.operation(op.BUILD_ENV, "Build an environment", _ANSWER, 404, 409, 413, 422, 429, 502)
 async def build_env(body: EnvironmentBuild, plane: Plane, follow: Follow = False) -> Response:
     """Under the policy of the server. An existing one is not built again; `name` is a label for it."""
     return await _answered(lambda say: plane.envs.build(body, say=say), follow=follow)
 
 
-@router.operation(GET_ENV, "One environment", EnvironmentInfo, 404)
+@router.operation(op.GET_ENV, "One environment", EnvironmentInfo, 404)
 async def get_env(env: Name, plane: Plane) -> Response:
     """By its name or a label."""
     return as_json(plane.environments.info(plane.environments.find(env)))
 
 
-@router.operation(DELETE_ENV, "Remove an environment", None, 404, 409)
+@router.operation(op.DELETE_ENV, "Remove an environment", None, 404, 409)
 async def delete_env(env: Name, plane: Plane) -> Response:
     """With its labels. Fails with 409 while a session holds it."""
-    async with plane.operations.admit(DELETE_ENV, {"env": env}):
+    async with plane.operations.admit(op.DELETE_ENV, {"env": env}):
         await plane.environments.remove(env)
     return Response(status_code=204)
 
 
-@router.operation(ATTACH_ENV, "Attach an environment to a sandbox", _ANSWER, 404, 409, 413, 422, 429, 502)
+@router.operation(op.ATTACH_ENV, "Attach an environment to a sandbox", _ANSWER, 404, 409, 413, 422, 429, 502)
 async def attach_env(id: SandboxId, body: EnvironmentAttach, plane: Plane, follow: Follow = False) -> Response:
     """By name or by requirements, built under the policy of the context if there is none yet. It is at `path` in the
     sandbox at once, until the session ends.
@@ -80,13 +72,13 @@ async def attach_env(id: SandboxId, body: EnvironmentAttach, plane: Plane, follo
     return await _answered(lambda say: plane.envs.attach(id, body, say=say), follow=follow)
 
 
-@router.operation(LIST_SANDBOX_ENVS, "The environments a sandbox has", EnvironmentList, 404, 409)
+@router.operation(op.LIST_SANDBOX_ENVS, "The environments a sandbox has", EnvironmentList, 404, 409)
 async def list_sandbox_envs(id: SandboxId, plane: Plane) -> Response:
     """By name."""
     return as_json(await plane.envs.list(id))
 
 
-@router.operation(DETACH_ENV, "Detach an environment", None, 404, 409)
+@router.operation(op.DETACH_ENV, "Detach an environment", None, 404, 409)
 async def detach_env(id: SandboxId, env: Name, plane: Plane) -> Response:
     """It may then be removed if no other session holds it."""
     await plane.envs.detach(id, env)

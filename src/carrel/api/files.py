@@ -13,21 +13,11 @@ from starlette.responses import Response
 from carrel.api.guard import Router
 from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, raw_query, streamed_body
 from carrel.control.workspaces.bundles import Incoming
-from carrel.models import (
-    FileInfo,
-    FilesRequest,
-    FilesWritten,
-)
+from carrel.models import FileInfo, FilesRequest, FilesWritten
+from carrel.models import operations as op
 from carrel.models.bundles import END, MEDIA_TYPE
 from carrel.models.files import Nothing
-from carrel.models.operations import (
-    READ_FILE,
-    READ_FILES,
-    TABLE,
-    WRITE_FILE,
-    WRITE_FILES,
-    ForwardedOperation,
-)
+from carrel.models.operations import TABLE, ForwardedOperation
 
 router = Router(prefix="/v1/sandboxes/{id}/files", tags=["files"])
 
@@ -35,7 +25,9 @@ _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "b
 BUNDLE = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
 
 
-@router.operation(READ_FILE, "Read a file", {"description": "The bytes of the file", "content": _BYTES}, 404, 409, 502)
+@router.operation(
+    op.READ_FILE, "Read a file", {"description": "The bytes of the file", "content": _BYTES}, 404, 409, 502
+)
 async def read_file(
     id: SandboxId,
     path: FilePath,
@@ -52,7 +44,7 @@ async def read_file(
 
 
 @router.operation(
-    WRITE_FILE,
+    op.WRITE_FILE,
     "Write a file",
     FileInfo,
     404,
@@ -80,7 +72,7 @@ async def write_file(
 
 
 @router.operation(
-    WRITE_FILES,
+    op.WRITE_FILES,
     "Write many files",
     FilesWritten,
     404,
@@ -96,7 +88,7 @@ async def write_files(id: SandboxId, plane: Plane, request: Request) -> Response
 
 
 @router.operation(
-    READ_FILES, "Read many files", {"description": "A bundle of the files", "content": BUNDLE}, 404, 409, 413, 502
+    op.READ_FILES, "Read many files", {"description": "A bundle of the files", "content": BUNDLE}, 404, 409, 413, 502
 )
 async def read_files(id: SandboxId, body: FilesRequest, plane: Plane) -> Response:
     """In the order of the request. For a file that cannot be read, the bundle has a problem."""

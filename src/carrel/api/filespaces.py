@@ -11,22 +11,15 @@ from starlette.responses import Response
 from carrel.api.guard import Router
 from carrel.api.parts import Context, FilePath, Plane, SandboxId, Stream, as_json, raw_query, streamed_body
 from carrel.models import FilespaceFile, FilespacePage, SyncRequest, SyncSummary
+from carrel.models import operations as op
 from carrel.models.base import MAX_PATH
-from carrel.models.operations import (
-    DELETE_FILESPACE,
-    FORGET_FILESPACE,
-    LIST_FILESPACE,
-    READ_FILESPACE,
-    SYNC_FILESPACE,
-    WRITE_FILESPACE,
-)
 
 router = Router(tags=["filespaces"])
 
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
 
-@router.operation(SYNC_FILESPACE, "Sync a workspace with its filespace", SyncSummary, 404, 409, 413, 429, 503)
+@router.operation(op.SYNC_FILESPACE, "Sync a workspace with its filespace", SyncSummary, 404, 409, 413, 429, 503)
 async def sync_filespace(id: SandboxId, body: SyncRequest, plane: Plane) -> Response:
     """Push the changes of the workspace, pull those of the filespace, or both: a pull, then a push. The last writer
     wins.
@@ -34,7 +27,7 @@ async def sync_filespace(id: SandboxId, body: SyncRequest, plane: Plane) -> Resp
     return as_json(await plane.filespaces.sync(id, body.direction))
 
 
-@router.operation(LIST_FILESPACE, "List the files of a filespace", FilespacePage, 404, 409)
+@router.operation(op.LIST_FILESPACE, "List the files of a filespace", FilespacePage, 404, 409)
 async def list_filespace(
     context_id: Context,
     plane: Plane,
@@ -51,7 +44,7 @@ async def list_filespace(
 
 
 @router.operation(
-    READ_FILESPACE,
+    op.READ_FILESPACE,
     "Read a file of a filespace",
     {"description": "The bytes of the file", "content": _BYTES},
     404,
@@ -67,7 +60,7 @@ async def read_filespace(context_id: Context, path: FilePath, plane: Plane) -> R
 
 
 @router.operation(
-    WRITE_FILESPACE,
+    op.WRITE_FILESPACE,
     "Write a file of a filespace",
     FilespaceFile,
     404,
@@ -90,14 +83,14 @@ async def write_filespace(
     return as_json(made)
 
 
-@router.operation(DELETE_FILESPACE, "Delete a file of a filespace", None, 404, 409)
+@router.operation(op.DELETE_FILESPACE, "Delete a file of a filespace", None, 404, 409)
 async def delete_filespace(context_id: Context, path: FilePath, plane: Plane) -> Response:
     """Workspaces that did not change the file delete it with their next pull."""
     await plane.filespaces.delete(context_id, path)
     return Response(status_code=204)
 
 
-@router.operation(FORGET_FILESPACE, "Delete a whole filespace", None, 404, 409, 503)
+@router.operation(op.FORGET_FILESPACE, "Delete a whole filespace", None, 404, 409, 503)
 async def forget_filespace(context_id: Context, plane: Plane) -> Response:
     """Every file in it, for good. The workspace keeps its files."""
     await plane.filespaces.forget(context_id)

@@ -168,9 +168,7 @@ class Gate:
             # DNS rebinding: a page of another site still sends the name of that site.
             if _host_of(headers.get(b"host", b"")) not in self._hosts:
                 raise InvalidRequest(
-                    "the Host header names another host",
-                    field="Host",
-                    hint="use the address the server printed",
+                    "the Host header names another host", field="Host", hint="use the address the server printed"
                 )
             origin = headers.get(b"origin")
             if origin is not None and _origin_host(origin) not in self._hosts:
@@ -266,10 +264,7 @@ def _caller(identity: Identity, headers: dict[bytes, bytes]) -> Caller:
         )
     wait = headers.get(b"carrel-wait")
     return Caller(
-        identity,
-        None if approval is None else approval.decode(),
-        0.0 if wait is None else _seconds(wait),
-        request_id,
+        identity, None if approval is None else approval.decode(), 0.0 if wait is None else _seconds(wait), request_id
     )
 
 

@@ -19,19 +19,7 @@ from carrel.models import (
     McpServerName,
     McpServerRequest,
 )
-from carrel.models.operations import (
-    ADD_MCP_SERVER,
-    CONNECT_MCP_SERVER,
-    ENABLE_MCP_SERVER,
-    GET_MCP_CATALOGUE,
-    GET_MCP_LOG,
-    GET_MCP_SERVER,
-    LIST_MCP_SERVERS,
-    MCP_REQUEST,
-    REFRESH_MCP_SERVER,
-    REMOVE_MCP_SERVER,
-    STOP_MCP_SERVER,
-)
+from carrel.models import operations as op
 
 router = Router(prefix="/v1/sandboxes/{id}/mcp-servers", tags=["mcp"])
 Name = Annotated[McpServerName, Path(alias="server", description="name of an MCP server")]
@@ -39,13 +27,13 @@ CALL_MODEL = McpRequest
 _MESSAGE = {"schema": {"type": "object", "description": "a message of MCP"}}
 
 
-@router.operation(LIST_MCP_SERVERS, "The MCP servers of a context", McpServerList, 404, 409, 502)
+@router.operation(op.LIST_MCP_SERVERS, "The MCP servers of a context", McpServerList, 404, 409, 502)
 async def list_mcp_servers(id: SandboxId, plane: Plane) -> Response:
     """By name, with the servers of the operator and the state of their processes. Starts nothing."""
     return as_json(await plane.mcp.list(id))
 
 
-@router.operation(ADD_MCP_SERVER, "Add or replace an MCP server", McpServerInfo, 404, 409, 413, 422, 429, 502, 503)
+@router.operation(op.ADD_MCP_SERVER, "Add or replace an MCP server", McpServerInfo, 404, 409, 413, 422, 429, 502, 503)
 async def add_mcp_server(id: SandboxId, server: Name, body: McpServerRequest, plane: Plane) -> Response:
     """Installs its packages, and asks it for its catalogue in a temporary sandbox. `discovery_error` says why that
     failed.
@@ -53,32 +41,32 @@ async def add_mcp_server(id: SandboxId, server: Name, body: McpServerRequest, pl
     return as_json(await plane.mcp.add(id, server, body))
 
 
-@router.operation(GET_MCP_SERVER, "One MCP server", McpServerInfo, 404, 409, 502)
+@router.operation(op.GET_MCP_SERVER, "One MCP server", McpServerInfo, 404, 409, 502)
 async def get_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Response:
     """Its declaration and the state of its process."""
     return as_json(await plane.mcp.get(id, server))
 
 
-@router.operation(REMOVE_MCP_SERVER, "Remove an MCP server", None, 404, 409, 502)
+@router.operation(op.REMOVE_MCP_SERVER, "Remove an MCP server", None, 404, 409, 502)
 async def remove_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Response:
     """Ends its process and all child processes."""
     await plane.mcp.remove(id, server)
     return Response(status_code=204)
 
 
-@router.operation(ENABLE_MCP_SERVER, "Start an MCP server", McpServerInfo, 404, 409, 413, 422, 429, 502, 503)
+@router.operation(op.ENABLE_MCP_SERVER, "Start an MCP server", McpServerInfo, 404, 409, 413, 422, 429, 502, 503)
 async def start_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Response:
     """Now, and from now on whenever it is called. Resumes a stopped sandbox."""
     return as_json(await plane.mcp.start(id, server))
 
 
-@router.operation(STOP_MCP_SERVER, "Stop an MCP server", McpServerInfo, 404, 409, 502)
+@router.operation(op.STOP_MCP_SERVER, "Stop an MCP server", McpServerInfo, 404, 409, 502)
 async def stop_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Response:
     """Ends its process and refuses calls until it is started again."""
     return as_json(await plane.mcp.stop(id, server))
 
 
-@router.operation(GET_MCP_LOG, "The log of an MCP server", McpLog, 404, 409, 502)
+@router.operation(op.GET_MCP_LOG, "The log of an MCP server", McpLog, 404, 409, 502)
 async def get_mcp_log(
     id: SandboxId,
     server: Name,
@@ -91,14 +79,14 @@ async def get_mcp_log(
     return as_json(await plane.mcp.log(id, server, offset=offset, limit=limit))
 
 
-@router.operation(GET_MCP_CATALOGUE, "The catalogue of an MCP server", McpCatalogue, 404, 409, 502)
+@router.operation(op.GET_MCP_CATALOGUE, "The catalogue of an MCP server", McpCatalogue, 404, 409, 502)
 async def get_mcp_catalogue(id: SandboxId, server: Name, plane: Plane) -> Response:
     """The stored tools, prompts and resources. Starts nothing."""
     return as_json(await plane.mcp.catalogue(id, server))
 
 
 @router.operation(
-    REFRESH_MCP_SERVER, "Refresh the catalogue of an MCP server", McpCatalogue, 404, 409, 413, 422, 429, 502, 503
+    op.REFRESH_MCP_SERVER, "Refresh the catalogue of an MCP server", McpCatalogue, 404, 409, 413, 422, 429, 502, 503
 )
 async def refresh_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Response:
     """Asks the server in a temporary sandbox with a copy of the workspace. `error` says why that failed."""
@@ -106,7 +94,7 @@ async def refresh_mcp_server(id: SandboxId, server: Name, plane: Plane) -> Respo
 
 
 @router.operation(
-    MCP_REQUEST, "Call a tool of an MCP server", McpResult, 404, 409, 413, 422, 429, 502, 503, parses=McpRequest
+    op.MCP_REQUEST, "Call a tool of an MCP server", McpResult, 404, 409, 413, 422, 429, 502, 503, parses=McpRequest
 )
 async def mcp_request(request: Request) -> Response:
     """Starts the server and resumes the sandbox if necessary. An error of the tool is a result."""
@@ -115,7 +103,7 @@ async def mcp_request(request: Request) -> Response:
 
 
 @router.operation(
-    CONNECT_MCP_SERVER,
+    op.CONNECT_MCP_SERVER,
     "The URL of an MCP server for MCP clients",
     {"description": "an answer", "content": {"application/json": _MESSAGE, SSE: _MESSAGE}},
     404,

@@ -10,28 +10,20 @@ from starlette.responses import Response
 from carrel.api.guard import Router, require
 from carrel.api.parts import Plane, SandboxId, Stream, as_json
 from carrel.models import FileChanges, ForkRequest, RestoreRequest, SandboxInfo, SnapshotInfo, SnapshotPage
-from carrel.models.operations import (
-    DELETE_SNAPSHOT,
-    DIFF_SNAPSHOTS,
-    EXPORT,
-    FORK,
-    LIST_SNAPSHOTS,
-    RESTORE,
-    TAKE_SNAPSHOT,
-)
+from carrel.models import operations as op
 
 router = Router(prefix="/v1/sandboxes/{id}", tags=["snapshots"])
 
 SnapshotId = Annotated[str, Path(min_length=1, max_length=64)]
 
 
-@router.operation(TAKE_SNAPSHOT, "Take a snapshot", SnapshotInfo, 404, 409, 429, status=201)
+@router.operation(op.TAKE_SNAPSHOT, "Take a snapshot", SnapshotInfo, 404, 409, 429, status=201)
 async def take_snapshot(id: SandboxId, plane: Plane) -> Response:
     """An immutable copy of the workspace; it takes the space of what changed since the last one."""
     return as_json(await plane.snapshots.take(id), 201)
 
 
-@router.operation(LIST_SNAPSHOTS, "List snapshots", SnapshotPage, 404, 409)
+@router.operation(op.LIST_SNAPSHOTS, "List snapshots", SnapshotPage, 404, 409)
 async def list_snapshots(
     id: SandboxId,
     plane: Plane,
@@ -42,7 +34,7 @@ async def list_snapshots(
     return as_json(await plane.snapshots.page(id, limit=limit, cursor=cursor))
 
 
-@router.operation(DELETE_SNAPSHOT, "Delete a snapshot", None, 404, 409)
+@router.operation(op.DELETE_SNAPSHOT, "Delete a snapshot", None, 404, 409)
 async def delete_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) -> Response:
     """For good. Other snapshots stay complete."""
     await plane.snapshots.delete(id, snapshot_id)
@@ -50,7 +42,7 @@ async def delete_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) 
 
 
 @router.operation(
-    EXPORT,
+    op.EXPORT,
     "Download a snapshot",
     {"content": {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}},
     404,
@@ -62,7 +54,7 @@ async def download_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane
     return Stream(chunks, media_type="application/x-tar")
 
 
-@router.operation(DIFF_SNAPSHOTS, "Compare two snapshots", FileChanges, 404, 409)
+@router.operation(op.DIFF_SNAPSHOTS, "Compare two snapshots", FileChanges, 404, 409)
 async def diff_snapshots(
     id: SandboxId,
     plane: Plane,
@@ -73,14 +65,14 @@ async def diff_snapshots(
     return as_json(await plane.snapshots.diff(id, before, after))
 
 
-@router.operation(RESTORE, "Restore a snapshot", SandboxInfo, 404, 409, 413)
+@router.operation(op.RESTORE, "Restore a snapshot", SandboxInfo, 404, 409, 413)
 async def restore(id: SandboxId, body: RestoreRequest, plane: Plane) -> Response:
     """Replaces the files of the workspace. A running sandbox is stopped and started again."""
     return as_json(await plane.snapshots.restore(id, body.snapshot_id))
 
 
-@router.operation(FORK, "Fork a workspace", SandboxInfo, 404, 409, 413, 429, 503, status=201)
+@router.operation(op.FORK, "Fork a workspace", SandboxInfo, 404, 409, 413, 429, 503, status=201)
 async def fork(id: SandboxId, body: ForkRequest, plane: Plane) -> Response:
     """A new context with the same files, settings and secrets, started at once."""
-    require(FORK, body.context_id)
+    require(op.FORK, body.context_id)
     return as_json(await plane.snapshots.fork(id, body.context_id, body.snapshot_id, secrets=body.secrets), 201)

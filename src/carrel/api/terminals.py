@@ -104,9 +104,7 @@ def _size(text: str) -> TerminalSize:
         raise invalid(error.errors(include_url=False, include_input=False), TerminalSize) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise InvalidRequest(
-            "a text frame is a JSON object with `resize`",
-            field="resize",
-            hint="send keystrokes as binary frames",
+            "a text frame is a JSON object with `resize`", field="resize", hint="send keystrokes as binary frames"
         ) from None
 
 

@@ -268,11 +268,7 @@ class ControlPlane:
 
     @classmethod
     async def open(
-        cls,
-        settings: Settings,
-        *,
-        providers: Mapping[str, Provider] | None = None,
-        token: str | None = None,
+        cls, settings: Settings, *, providers: Mapping[str, Provider] | None = None, token: str | None = None
     ) -> ControlPlane:
         """Open the data directory, take over running sandboxes, start the upkeep. `token` is the token of the
         administrator; None when the API asks for none.

@@ -24,13 +24,7 @@ from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller
 from carrel.control.sessions.attachments import Attachment
 from carrel.errors import ApprovalNeeded, CarrelError, Conflict, Denied, NotFound
-from carrel.models import (
-    ApprovalDecision,
-    ApprovalInfo,
-    ApprovalPage,
-    ApprovalScope,
-    ApprovalState,
-)
+from carrel.models import ApprovalDecision, ApprovalInfo, ApprovalPage, ApprovalScope, ApprovalState
 from carrel.policy.verdict import Verdict
 from carrel.store.approvals import ApprovalRecord, ApprovalStore
 
@@ -346,7 +340,6 @@ class Approvals(Attachment):
     # for people
 
     async def get(self, approval_id: str) -> ApprovalInfo:
-        """Return an approval; `NotFound`."""
         return self._aged(await self.known(approval_id)).info()
 
     async def page(

@@ -10,13 +10,7 @@ from carrel.control.operations.call import Call
 from carrel.control.operations.caller import caller
 from carrel.errors import CarrelError, InvalidRequest
 from carrel.identity import Identity, may_decide
-from carrel.models import (
-    ApprovalBatch,
-    ApprovalBatchResult,
-    ApprovalDecision,
-    ApprovalInfo,
-    ApprovalScope,
-)
+from carrel.models import ApprovalBatch, ApprovalBatchResult, ApprovalDecision, ApprovalInfo, ApprovalScope
 from carrel.models.operations import DECIDE_APPROVAL
 from carrel.store.approvals import ApprovalRecord
 

@@ -25,10 +25,7 @@ class PolicyLimits(Attachment):
         """Lower the limits that are above the policy's; `LimitExceeded` when they were asked for."""
         record, asked = plan.record, plan.request.limits
         policy = await self._policies.of_record(record)
-        caps = {
-            "memory_mb": policy.limits.max_memory_mb,
-            "timeout_s": policy.limits.max_execution_time_seconds,
-        }
+        caps = {"memory_mb": policy.limits.max_memory_mb, "timeout_s": policy.limits.max_execution_time_seconds}
         changes: dict[str, int] = {}
         for name, most in caps.items():
             given, now = getattr(asked, name), getattr(record.limits, name)

@@ -26,7 +26,7 @@ from carrel.store.environments import EnvironmentRecord
 from carrel.store.mcp_servers import McpServerRecord, McpServerStore
 
 FRESH_S = 2.0
-"""How long a change made by another server may stay unseen."""
+"""How long a change made by another server may go unnoticed."""
 MOST_SEEN = 4096
 LONGEST_WORDS = 2000
 LOOK_S = 30.0

@@ -51,19 +51,7 @@ from carrel.models import (
     SandboxRequest,
     State,
 )
-from carrel.models.operations import (
-    ADD_MCP_SERVER,
-    ENABLE_MCP_SERVER,
-    GET_MCP_CATALOGUE,
-    GET_MCP_LOG,
-    GET_MCP_SERVER,
-    LIST_MCP_SERVERS,
-    MCP_REQUEST,
-    REFRESH_MCP_SERVER,
-    REMOVE_MCP_SERVER,
-    START_MCP_SERVER,
-    STOP_MCP_SERVER,
-)
+from carrel.models import operations as op
 from carrel.primitives.cache import Cache
 from carrel.store import SessionRecord
 from carrel.store.mcp_servers import McpServerRecord, McpServerStore
@@ -120,7 +108,7 @@ class McpServers:
         if server in self._platform:
             raise Conflict(f"the operator runs an MCP server '{server}'", field="server", hint="choose another name")
         arguments = policy_arguments(server, request)
-        async with self._operations.admit(ADD_MCP_SERVER, arguments, session.id, context):
+        async with self._operations.admit(op.ADD_MCP_SERVER, arguments, session.id, context):
             _room(len([each for each in await self._store.list(context) if each.name != server]))
             environment = await self._installing.python(session, request)
             program = None
@@ -149,7 +137,7 @@ class McpServers:
     async def remove(self, name: str, server: str) -> None:
         """End a server and forget it. Its npm packages are deleted if its sandbox runs."""
         session, context = await self._durable(name)
-        async with self._operations.admit(REMOVE_MCP_SERVER, {"server": server}, session.id, context):
+        async with self._operations.admit(op.REMOVE_MCP_SERVER, {"server": server}, session.id, context):
             record = await self._known(context, server)
             await self._store.delete(context, server)
             self._declarations.changed(context, server)
@@ -161,7 +149,7 @@ class McpServers:
     async def start(self, name: str, server: str) -> McpServerInfo:
         """Enable a server and start it."""
         session, context = await self._durable(name)
-        async with self._operations.admit(ENABLE_MCP_SERVER, {"server": server}, session.id, context):
+        async with self._operations.admit(op.ENABLE_MCP_SERVER, {"server": server}, session.id, context):
             record = await self._known(context, server)
             async with self._in_use(session) as box:
                 await self._conversation(box, record, starting=True)
@@ -172,7 +160,7 @@ class McpServers:
     async def stop(self, name: str, server: str) -> McpServerInfo:
         """End a server, and disable it until it is started again."""
         session, context = await self._durable(name)
-        async with self._operations.admit(STOP_MCP_SERVER, {"server": server}, session.id, context):
+        async with self._operations.admit(op.STOP_MCP_SERVER, {"server": server}, session.id, context):
             await self._known(context, server)
             await self._store.enable(context, server, enabled=False)
             self._declarations.changed(context, server)
@@ -184,7 +172,7 @@ class McpServers:
     async def list(self, name: str) -> McpServerList:
         """List the servers of a context and of the operator by name, with the state of their processes."""
         session, context = await self._durable(name)
-        async with self._operations.admit(LIST_MCP_SERVERS, {}, session.id, context):
+        async with self._operations.admit(op.LIST_MCP_SERVERS, {}, session.id, context):
             processes, redactor = await self._processes(session), await self._redactor(context)
             own = [each for each in await self._store.list(context) if each.name not in self._platform]
             found = [server_info(context, each, processes.get(each.name), redactor) for each in own]
@@ -193,9 +181,8 @@ class McpServers:
             return McpServerList(items=sorted(found, key=lambda each: each.name))
 
     async def get(self, name: str, server: str) -> McpServerInfo:
-        """Return one server."""
         session, context = await self._durable(name)
-        async with self._operations.admit(GET_MCP_SERVER, {"server": server}, session.id, context):
+        async with self._operations.admit(op.GET_MCP_SERVER, {"server": server}, session.id, context):
             if server in self._platform:
                 record = await self._store.get(PLATFORM, server)
                 return platform_info(context, server, record, await self._redactor(context))
@@ -205,7 +192,7 @@ class McpServers:
         """Return the standard error of a server in the sandbox that runs now."""
         session, context = await self._durable(name)
         arguments = {"server": server, "offset": offset}
-        async with self._operations.admit(GET_MCP_LOG, arguments, session.id, context) as traffic:
+        async with self._operations.admit(op.GET_MCP_LOG, arguments, session.id, context) as traffic:
             await self._known(context, server)
             box, redactor = await self._sessions.find(session.id), await self._redactor(context)
             behind = min(offset, redactor.lookbehind, LOG_KEPT)
@@ -223,7 +210,7 @@ class McpServers:
     async def catalogue(self, name: str, server: str) -> McpCatalogue:
         """Return the stored catalogue of a server; starts nothing."""
         session, context = await self._durable(name)
-        async with self._operations.admit(GET_MCP_CATALOGUE, {"server": server}, session.id, context):
+        async with self._operations.admit(op.GET_MCP_CATALOGUE, {"server": server}, session.id, context):
             return await self._catalogue(context, server)
 
     async def offered(self, name: str, server: str) -> McpCatalogue:
@@ -241,7 +228,7 @@ class McpServers:
     async def refresh(self, name: str, server: str) -> McpCatalogue:
         """Ask a server for its catalogue again, in a sandbox of its own."""
         session, context = await self._durable(name)
-        async with self._operations.admit(REFRESH_MCP_SERVER, {"server": server}, session.id, context):
+        async with self._operations.admit(op.REFRESH_MCP_SERVER, {"server": server}, session.id, context):
             if server in self._platform:
                 await self._discover_platform(self._platform.get(server))
             else:
@@ -253,7 +240,6 @@ class McpServers:
     async def request(
         self, name: str, server: str, request: McpRequest, progress: ProgressFnT | None = None
     ) -> McpResult:
-        """Call a tool."""
         if not is_tool_name(request.tool):
             raise InvalidRequest("this is not the name of a tool", field="tool", hint="list the tools of the server")
         began = time.monotonic()
@@ -298,7 +284,7 @@ class McpServers:
         outcome = OK
         arguments = {"server": server, "tool": tool, **given}
         try:
-            async with self._operations.admit(MCP_REQUEST, arguments, session.id, context) as traffic:
+            async with self._operations.admit(op.MCP_REQUEST, arguments, session.id, context) as traffic:
                 traffic.took(size_in)
                 try:
                     if outside:
@@ -349,7 +335,7 @@ class McpServers:
         arguments.pop("install", None)
         session = box.record
         with _without_approval():
-            async with self._operations.admit(START_MCP_SERVER, arguments, session.id, session.context_id):
+            async with self._operations.admit(op.START_MCP_SERVER, arguments, session.id, session.context_id):
                 record = await self._ready(session, record)
                 return await self._links.open(box, record.name, launch(record, record.environment), check)
 

@@ -76,7 +76,6 @@ class Speaker:
         return await self._ask(types.CallToolRequest(params=params), types.CallToolResult, timeout, progress)
 
     async def read_resource(self, uri: str, timeout: float) -> Json:
-        """Read a resource."""
         params = types.ReadResourceRequestParams(uri=uri)
         return await self._ask(types.ReadResourceRequest(params=params), types.ReadResourceResult, timeout)
 

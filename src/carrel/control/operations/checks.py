@@ -87,9 +87,7 @@ def checked_path(path: str, name: str = "path") -> str:
     """Return a path that can be a file name; `InvalidPath`. The supervisor checks that it stays in the workspace."""
     if not path or "\0" in path or len(path) > 4096:
         raise InvalidPath(
-            "a path has 1 to 4096 characters and no NUL",
-            field=name,
-            hint="give a path relative to the workspace",
+            "a path has 1 to 4096 characters and no NUL", field=name, hint="give a path relative to the workspace"
         )
     try:
         path.encode("utf-8", "surrogateescape")

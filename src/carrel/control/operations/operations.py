@@ -49,30 +49,8 @@ from carrel.models import (
     TerminalSize,
     TerminateRequest,
 )
-from carrel.models.operations import (
-    COMMAND_OUTPUT,
-    COMMAND_RESULT,
-    DELETE_COMMAND,
-    DEPLOY_OR_RESUME,
-    EMPTY,
-    EXECUTE,
-    GET_COMMAND,
-    HEALTH,
-    LIST_COMMANDS,
-    READ_FILE,
-    RESIZE_TERMINAL,
-    RUN_COMMAND,
-    SEND_INPUT,
-    SIGNAL_COMMAND,
-    START_COMMAND,
-    STOP,
-    TERMINATE,
-    WRITE_FILE,
-    A,
-    ForwardedOperation,
-    Operation,
-    Q,
-)
+from carrel.models import operations as op
+from carrel.models.operations import A, ForwardedOperation, Operation, Q
 from carrel.store import SessionRecord
 
 Longest = Callable[[SessionRecord], Awaitable[float | None]]
@@ -104,11 +82,7 @@ class SandboxOperations(ABC):
         """Wait for the packages of the sandbox's template, where its commands may need them."""
 
     def admit(
-        self,
-        operation: Operation,
-        arguments: Mapping[str, object],
-        sandbox_id: str = "",
-        context_id: str | None = None,
+        self, operation: Operation, arguments: Mapping[str, object], sandbox_id: str = "", context_id: str | None = None
     ) -> AbstractAsyncContextManager[Traffic]:
         """Admit an operation on a whole session, or one that needs no running sandbox."""
         return self._admission.admit(Call(operation, arguments, self._caller(), sandbox_id, context_id))
@@ -147,12 +121,12 @@ class SandboxOperations(ABC):
         if variables := await self._sessions.new_variables(request):
             arguments["env"] = variables
         who = self._caller()
-        async with self.admit(DEPLOY_OR_RESUME, arguments, context_id=request.context_id):
+        async with self.admit(op.DEPLOY_OR_RESUME, arguments, context_id=request.context_id):
             return await self._sessions.deploy_or_resume(request, None if who is None else who.own(idempotency_key))
 
     async def terminate(self, name: str, request: TerminateRequest) -> SandboxInfo:
         record = await self._sessions.record(name)
-        async with self.admit(TERMINATE, request.model_dump(), record.id, record.context_id):
+        async with self.admit(op.TERMINATE, request.model_dump(), record.id, record.context_id):
             return await self._sessions.terminate(
                 name, request.reason, snapshot=request.snapshot, delete_workspace=request.delete_files
             )
@@ -160,7 +134,7 @@ class SandboxOperations(ABC):
     async def stop(self, name: str) -> SandboxInfo:
         """End the sandbox and keep its workspace; `deploy_or_resume` starts it again."""
         record = await self._sessions.record(name)
-        async with self.admit(STOP, {}, record.id, record.context_id):
+        async with self.admit(op.STOP, {}, record.id, record.context_id):
             return await self._sessions.stop(name, "stopped on request")
 
     # commands
@@ -168,11 +142,9 @@ class SandboxOperations(ABC):
     async def run_command(self, name: str, request: CommandRequest) -> CommandResult:
         if request.interactive:
             raise InvalidRequest(
-                "an interactive command runs in the background",
-                field="interactive",
-                hint="start it, then send input",
+                "an interactive command runs in the background", field="interactive", hint="start it, then send input"
             )
-        async with self.enter(name, RUN_COMMAND, asked(request)) as (box, traffic):
+        async with self.enter(name, op.RUN_COMMAND, asked(request)) as (box, traffic):
             await self._wait_for_packages(box)
             body, timeout = command_body(request, box.record.limits.timeout_s)
             if request.stdin is not None:
@@ -184,7 +156,7 @@ class SandboxOperations(ABC):
         """Start a command in the background. `attended`: the caller reads the output until the end. Then a request
         without a deadline gets the deadline of the sandbox; otherwise only the one of the policy.
         """
-        async with self.enter(name, START_COMMAND, asked(request)) as (box, traffic):
+        async with self.enter(name, op.START_COMMAND, asked(request)) as (box, traffic):
             await self._wait_for_packages(box)
             default = box.record.limits.timeout_s
             if request.timeout is None and not attended:
@@ -195,7 +167,7 @@ class SandboxOperations(ABC):
             return await self._clean_info(box, await box.connection.start_command(body))
 
     async def list_commands(self, name: str) -> CommandList:
-        async with self.enter(name, LIST_COMMANDS, {}) as (box, _):
+        async with self.enter(name, op.LIST_COMMANDS, {}) as (box, _):
             found = await box.connection.list_commands()
             redactor = await self._redactor(box.record.owner)
             for info in found.items:
@@ -204,12 +176,12 @@ class SandboxOperations(ABC):
 
     async def get_command(self, name: str, command_id: str) -> CommandInfo:
         require_id(command_id)
-        async with self.enter(name, GET_COMMAND, {"id": command_id}) as (box, _):
+        async with self.enter(name, op.GET_COMMAND, {"id": command_id}) as (box, _):
             return await self._clean_info(box, await box.connection.get_command(command_id))
 
     async def command_result(self, name: str, command_id: str) -> CommandResult:
         require_id(command_id)
-        async with self.enter(name, COMMAND_RESULT, {"id": command_id}) as (box, traffic):
+        async with self.enter(name, op.COMMAND_RESULT, {"id": command_id}) as (box, traffic):
             return await self.conclude(box, traffic, await box.connection.command_result(command_id))
 
     async def command_output(
@@ -218,7 +190,7 @@ class SandboxOperations(ABC):
         """Yield the output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
         require_id(command_id)
         arguments = {"id": command_id, "offset": offset}
-        async with self.enter(name, COMMAND_OUTPUT, arguments) as (box, traffic):
+        async with self.enter(name, op.COMMAND_OUTPUT, arguments) as (box, traffic):
             current = partial(self._redactor, box.record.owner)
             open_at = partial(box.connection.command_output, command_id, follow=follow)
             chunks = stream_output(box, traffic, current, open_at, offset)
@@ -229,25 +201,25 @@ class SandboxOperations(ABC):
     async def send_input(self, name: str, command_id: str, data: bytes, *, close: bool = False) -> None:
         require_id(command_id)
         arguments = {"id": command_id, "bytes": len(data)}
-        async with self.enter(name, SEND_INPUT, arguments) as (box, traffic):
+        async with self.enter(name, op.SEND_INPUT, arguments) as (box, traffic):
             traffic.took(len(data))
             await box.connection.send_input(command_id, data, close=close)
 
     async def signal_command(self, name: str, command_id: str, request: SignalRequest) -> None:
         require_id(command_id)
         arguments = {"id": command_id, "signal": request.signal}
-        async with self.enter(name, SIGNAL_COMMAND, arguments) as (box, _):
+        async with self.enter(name, op.SIGNAL_COMMAND, arguments) as (box, _):
             await box.connection.signal_command(command_id, request.model_dump())
 
     async def resize_terminal(self, name: str, command_id: str, size: TerminalSize) -> None:
         require_id(command_id)
-        async with self.enter(name, RESIZE_TERMINAL, {"id": command_id}) as (box, _):
+        async with self.enter(name, op.RESIZE_TERMINAL, {"id": command_id}) as (box, _):
             await box.connection.resize_terminal(command_id, size.model_dump())
 
     async def delete_command(self, name: str, command_id: str) -> None:
         """Kill a command with its whole process tree, and forget it."""
         require_id(command_id)
-        async with self.enter(name, DELETE_COMMAND, {"id": command_id}) as (box, _):
+        async with self.enter(name, op.DELETE_COMMAND, {"id": command_id}) as (box, _):
             await box.connection.delete_command(command_id)
 
     async def execute(self, name: str, request: ExecuteRequest) -> ExecuteResult:
@@ -256,7 +228,7 @@ class SandboxOperations(ABC):
             raise InvalidRequest("an environment is for Python", field="env_name", hint="use language 'python'")
         arguments: dict[str, object] = {"command": request.code} | brought(request.files)
         arguments |= request.model_dump(include={"timeout"}, exclude_defaults=True)
-        async with self.enter(name, EXECUTE, arguments) as (box, traffic):
+        async with self.enter(name, op.EXECUTE, arguments) as (box, traffic):
             await self._wait_for_packages(box)
             if request.files:
                 _room(box)
@@ -277,7 +249,7 @@ class SandboxOperations(ABC):
     ) -> AsyncIterator[int | bytes | None]:
         """Yield the number of bytes to come (None if unknown), then the bytes of the file."""
         checked_path(path)
-        async with self.enter(name, READ_FILE, {"path": path}) as (box, traffic):
+        async with self.enter(name, op.READ_FILE, {"path": path}) as (box, traffic):
             stream = await box.connection.read_file(path, offset or None, length)
             try:
                 yield stream.length
@@ -304,7 +276,7 @@ class SandboxOperations(ABC):
             )
         checked_path(path)
         arguments = {"path": path} | ({} if mode is None else {"mode": mode})
-        async with self.enter(name, WRITE_FILE, arguments) as (box, traffic):
+        async with self.enter(name, op.WRITE_FILE, arguments) as (box, traffic):
             _room(box)
             if isinstance(content, bytes):
                 traffic.took(len(content))
@@ -329,7 +301,7 @@ class SandboxOperations(ABC):
     # tools and health
 
     async def health(self, name: str) -> SupervisorHealth:
-        async with self.enter(name, HEALTH, {}) as (box, _):
+        async with self.enter(name, op.HEALTH, {}) as (box, _):
             return await box.connection.health()
 
     # inner
@@ -379,7 +351,7 @@ class OwnOperations(SandboxOperations):
 
     async def empty(self, name: str) -> Emptied:
         """Bring a sandbox back to its first state; the first call records that state."""
-        async with self.enter(name, EMPTY, {}) as (box, _):
+        async with self.enter(name, op.EMPTY, {}) as (box, _):
             found = await box.connection.empty()
             if found.clean:
                 box.over_quota = None

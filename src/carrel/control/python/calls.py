@@ -47,11 +47,7 @@ class PythonOperations:
     """Runs Python code in sandboxes."""
 
     def __init__(
-        self,
-        operations: Operations,
-        redactor: Redactors,
-        environments: EnvironmentUse,
-        packages: TemplatePackages,
+        self, operations: Operations, redactor: Redactors, environments: EnvironmentUse, packages: TemplatePackages
     ):
         self._operations = operations
         self._redactor = redactor

@@ -23,25 +23,8 @@ from carrel.control.supervisor.frames import Chunk
 from carrel.control.supervisor.memory import for_memory
 from carrel.control.supervisor.streaming import stream_output
 from carrel.errors import InvalidRequest
-from carrel.models import (
-    CellError,
-    CellRequest,
-    CellResult,
-    CodeContextInfo,
-    CodeContextList,
-    CommandInfo,
-    RichResult,
-)
-from carrel.models.operations import (
-    CELL_OUTPUT,
-    DELETE_CODE_CONTEXT,
-    GET_CELL,
-    GET_CODE_CONTEXT,
-    INTERRUPT_CODE_CONTEXT,
-    LIST_CODE_CONTEXTS,
-    RESTART_CODE_CONTEXT,
-    RUN_CELL,
-)
+from carrel.models import CellError, CellRequest, CellResult, CodeContextInfo, CodeContextList, CommandInfo, RichResult
+from carrel.models import operations as op
 from carrel.redaction.redact import Redactor
 from carrel.store.code_contexts import CodeContextStore
 
@@ -63,11 +46,7 @@ class CodeContextOperations:
     """The code contexts of sandboxes."""
 
     def __init__(
-        self,
-        operations: Operations,
-        redactor: Redactors,
-        environment: FindEnvironment,
-        store: CodeContextStore,
+        self, operations: Operations, redactor: Redactors, environment: FindEnvironment, store: CodeContextStore
     ):
         self._operations = operations
         self._redactor = redactor
@@ -77,7 +56,7 @@ class CodeContextOperations:
     async def run_cell(self, name: str, context: str, request: CellRequest) -> CellResult:
         """Run a cell to its end, after the cells before it."""
         _checked(context)
-        async with self._operations.enter(name, RUN_CELL, _asked(context, request)) as (box, traffic):
+        async with self._operations.enter(name, op.RUN_CELL, _asked(context, request)) as (box, traffic):
             body, env = await self._body(box, context, request)
             result, size = await box.connection.run_cell(context, body)
             await self._remember(box, context, env)
@@ -86,7 +65,7 @@ class CodeContextOperations:
     async def start_cell(self, name: str, context: str, request: CellRequest) -> CommandInfo:
         """Put a cell into the queue; its id is for `cell_output` and `get_cell`."""
         _checked(context)
-        async with self._operations.enter(name, RUN_CELL, _asked(context, request)) as (box, _):
+        async with self._operations.enter(name, op.RUN_CELL, _asked(context, request)) as (box, _):
             body, env = await self._body(box, context, request)
             info = await box.connection.start_cell(context, body)
             await self._remember(box, context, env)
@@ -98,7 +77,7 @@ class CodeContextOperations:
         """Yield the output of a cell from `offset` on."""
         require_id(cell_id)
         arguments = {"code_context": context, "cell": cell_id, "offset": offset}
-        async with self._operations.enter(name, CELL_OUTPUT, arguments) as (box, traffic):
+        async with self._operations.enter(name, op.CELL_OUTPUT, arguments) as (box, traffic):
             current = partial(self._redactor, box.record.owner)
             open_at = partial(box.connection.cell_output, context, cell_id, follow=follow)
             chunks = stream_output(box, traffic, current, open_at, offset)
@@ -110,32 +89,31 @@ class CodeContextOperations:
         """Wait for the result of a cell."""
         require_id(cell_id)
         arguments = {"code_context": context, "cell": cell_id}
-        async with self._operations.enter(name, GET_CELL, arguments) as (box, traffic):
+        async with self._operations.enter(name, op.GET_CELL, arguments) as (box, traffic):
             return await self._shown(box, *await box.connection.get_cell(context, cell_id), traffic.gave)
 
     async def list(self, name: str) -> CodeContextList:
-        async with self._operations.enter(name, LIST_CODE_CONTEXTS, {}) as (box, _):
+        async with self._operations.enter(name, op.LIST_CODE_CONTEXTS, {}) as (box, _):
             return await box.connection.list_code_contexts()
 
     async def get(self, name: str, context: str) -> CodeContextInfo:
-        """Return one code context."""
-        async with self._operations.enter(name, GET_CODE_CONTEXT, {"code_context": context}) as (box, _):
+        async with self._operations.enter(name, op.GET_CODE_CONTEXT, {"code_context": context}) as (box, _):
             return await box.connection.code_context(context)
 
     async def interrupt(self, name: str, context: str) -> CodeContextInfo:
         """Interrupt the cell that runs; the variables stay."""
-        async with self._operations.enter(name, INTERRUPT_CODE_CONTEXT, {"code_context": context}) as (box, _):
+        async with self._operations.enter(name, op.INTERRUPT_CODE_CONTEXT, {"code_context": context}) as (box, _):
             return await box.connection.code_context(context, "interrupt")
 
     async def restart(self, name: str, context: str) -> CodeContextInfo:
         """Start the code context again, without its variables."""
-        async with self._operations.enter(name, RESTART_CODE_CONTEXT, {"code_context": context}) as (box, _):
+        async with self._operations.enter(name, op.RESTART_CODE_CONTEXT, {"code_context": context}) as (box, _):
             return await box.connection.code_context(context, "restart")
 
     async def delete(self, name: str, context: str) -> None:
         """End a code context and forget its cells."""
         arguments = {"code_context": context}
-        async with self._operations.enter(name, DELETE_CODE_CONTEXT, arguments) as (box, _):
+        async with self._operations.enter(name, op.DELETE_CODE_CONTEXT, arguments) as (box, _):
             await self._remember(box, context, None)
             await box.connection.delete_code_context(context)
 

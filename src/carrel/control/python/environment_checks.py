@@ -146,11 +146,7 @@ def interpreter_of(version: str | None) -> tuple[str, str]:
 
 
 def wanted(
-    requirements: tuple[str, ...],
-    python: tuple[str, str],
-    policy: Policy,
-    host: Sequence[Index],
-    index: str | None,
+    requirements: tuple[str, ...], python: tuple[str, str], policy: Policy, host: Sequence[Index], index: str | None
 ) -> Wanted:
     """Return a request under a policy; `host` are the indexes if the policy names none. Refuses an unknown index."""
     rules = Rules(policy, indexes=host).packages

@@ -33,9 +33,7 @@ class Tools:
         """Call a named tool: `create_file` or `python_exec`."""
         if request.tool_name not in TOOLS:
             raise InvalidRequest(
-                f"there is no tool '{request.tool_name}'",
-                field="tool_name",
-                hint=f"the tools are: {', '.join(TOOLS)}",
+                f"there is no tool '{request.tool_name}'", field="tool_name", hint=f"the tools are: {', '.join(TOOLS)}"
             )
         if request.tool_name == "python_exec":
             ran = await self._python.run(name, python_exec(request.params))

@@ -47,8 +47,6 @@ def next_state(state: State, event: Event) -> State:
     if following is None:
         possible = sorted(str(each) for at, each in TRANSITIONS if at is state)
         raise Conflict(
-            f"a session that is {state} cannot {event}",
-            field="state",
-            hint=f"possible now: {', '.join(possible)}",
+            f"a session that is {state} cannot {event}", field="state", hint=f"possible now: {', '.join(possible)}"
         )
     return following

@@ -28,11 +28,7 @@ class Recovered:
 
 
 async def recover(
-    sessions: Sessions,
-    store: SessionStore,
-    workspaces: Workspaces,
-    providers: Mapping[str, Provider],
-    run_dir: str,
+    sessions: Sessions, store: SessionStore, workspaces: Workspaces, providers: Mapping[str, Provider], run_dir: str
 ) -> Recovered:
     """Make records, sandboxes and files of this server agree. Runs once, before the server takes requests."""
 

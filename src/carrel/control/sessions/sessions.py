@@ -19,14 +19,7 @@ from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
 from carrel.control.sessions.request_checks import refuse_differences
 from carrel.control.sessions.starting import Starting
 from carrel.control.workspaces.workspaces import Workspaces
-from carrel.errors import (
-    AlreadyExists,
-    Conflict,
-    NotFound,
-    NotRunning,
-    PlatformError,
-    RunsElsewhere,
-)
+from carrel.errors import AlreadyExists, Conflict, NotFound, NotRunning, PlatformError, RunsElsewhere
 from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
 from carrel.policy.shell import changes_what_runs
 from carrel.primitives.keyed_lock import KeyedLocks
@@ -198,10 +191,7 @@ class Sessions:
         return self._info(box.record)
 
     async def start_own(
-        self,
-        request: SandboxRequest,
-        acts_for: str,
-        seed: Callable[[SessionRecord], Awaitable[None]] | None = None,
+        self, request: SandboxRequest, acts_for: str, seed: Callable[[SessionRecord], Awaitable[None]] | None = None
     ) -> SandboxInfo:
         """Start an ephemeral sandbox for work of carrel, under the policy of a context; of none when `acts_for` is
         empty. `seed` may fill its workspace before the start.
@@ -270,12 +260,7 @@ class Sessions:
             await self._store.update(record.id, fence=record.fence, release=True, node=node, notice=None)
 
     async def terminate(
-        self,
-        name: str,
-        reason: str = "",
-        *,
-        snapshot: bool | None = None,
-        delete_workspace: bool = False,
+        self, name: str, reason: str = "", *, snapshot: bool | None = None, delete_workspace: bool = False
     ) -> SandboxInfo:
         """End a session for good. An ephemeral workspace is deleted, a durable one with `delete_workspace`. May be
         repeated.

@@ -11,15 +11,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from carrel.control.operations.checks import (
-    GRACE,
-    Emptied,
-    check,
-    checked_result,
-    json_object,
-    query_of,
-    result_size,
-)
+from carrel.control.operations.checks import GRACE, Emptied, check, checked_result, json_object, query_of, result_size
 from carrel.control.supervisor.connection import Download, Json, SupervisorConnection
 from carrel.errors import NotFound, SandboxLost
 from carrel.models import (
@@ -74,7 +66,6 @@ class SupervisorClient(SupervisorConnection):
     # commands
 
     async def run_command(self, body: bytes, timeout: float | None, output_limit: int) -> CommandResult:
-        """Run a command to its end."""
         deadline = None if timeout is None else timeout + GRACE
         answer = await self.request(
             "POST", "/commands?wait=1", body, deadline=deadline, max_bytes=result_size(output_limit)
@@ -82,19 +73,15 @@ class SupervisorClient(SupervisorConnection):
         return checked_result(answer, CommandResult)
 
     async def start_command(self, body: bytes) -> CommandInfo:
-        """Start a command in the background."""
         return await self._info("/commands", body, SHORT_S)
 
     async def list_commands(self) -> CommandList:
-        """List the commands that the supervisor remembers."""
         return check(CommandList, await self._json("GET", "/commands", limit=LIST))
 
     async def get_command(self, command_id: str) -> CommandInfo:
-        """Return the state of a command."""
         return check(CommandInfo, await self._json("GET", f"/commands/{command_id}"))
 
     async def command_result(self, command_id: str) -> CommandResult:
-        """Wait for the end of a command."""
         path = f"/commands/{command_id}/result"
         return checked_result(await self.request("GET", path, deadline=None, max_bytes=LARGEST_RESULT), CommandResult)
 
@@ -108,11 +95,9 @@ class SupervisorClient(SupervisorConnection):
         await self.request("POST", path, data, deadline=INPUT_S, max_bytes=SMALL)
 
     async def signal_command(self, command_id: str, body: Json) -> None:
-        """Send a signal to a command."""
         await self._json("POST", f"/commands/{command_id}/signal", body)
 
     async def resize_terminal(self, command_id: str, body: Json) -> None:
-        """Change the size of a command's terminal."""
         await self._json("POST", f"/commands/{command_id}/resize", body)
 
     async def delete_command(self, command_id: str) -> None:
@@ -120,7 +105,6 @@ class SupervisorClient(SupervisorConnection):
         await self._json("DELETE", f"/commands/{command_id}")
 
     async def execute(self, body: Json, timeout: float | None) -> ExecuteResult:
-        """Run shell text with files."""
         deadline = None if timeout is None else timeout + GRACE
         answer = await self.request_json("POST", "/execute", body, deadline=deadline, max_bytes=LARGEST_RESULT)
         return check(ExecuteResult, answer)
@@ -142,7 +126,6 @@ class SupervisorClient(SupervisorConnection):
         return check(FileInfo, await self.upload("PUT", target, content))
 
     async def forward(self, operation: ForwardedOperation[Q, A], request: Q) -> A:
-        """Make the request that the row of an operation describes."""
         method, _, path = operation.supervisor.partition(" ")
         body = request.model_dump(exclude_none=True) if operation.has_body else None
         query = "" if operation.has_body else query_of(**request.model_dump())
@@ -154,7 +137,6 @@ class SupervisorClient(SupervisorConnection):
     # Python
 
     async def run_python(self, body: bytes, timeout: float, output_limit: int) -> PythonResult:
-        """Run Python code to its end."""
         answer = await self.request(
             "POST",
             "/python?wait=1",
@@ -165,7 +147,6 @@ class SupervisorClient(SupervisorConnection):
         return checked_result(answer, PythonResult)
 
     async def start_python(self, body: bytes) -> CommandInfo:
-        """Start Python code in the background."""
         return await self._info("/python", body, SHORT_S + START_PYTHON_S)
 
     async def put_packages(self, environment: str, imports: Sequence[str]) -> None:
@@ -179,7 +160,6 @@ class SupervisorClient(SupervisorConnection):
         return await self._cell("POST", f"/contexts/{context}/cells?wait=1", body)
 
     async def start_cell(self, context: str, body: bytes) -> CommandInfo:
-        """Put a cell into the queue."""
         return await self._info(f"/contexts/{context}/cells", body, SHORT_S + START_PYTHON_S)
 
     async def get_cell(self, context: str, cell_id: str) -> tuple[CellResult, int]:
@@ -191,7 +171,6 @@ class SupervisorClient(SupervisorConnection):
         return await self._output(f"/contexts/{context}/cells/{cell_id}", offset, follow=follow)
 
     async def list_code_contexts(self) -> CodeContextList:
-        """List the code contexts."""
         return check(CodeContextList, await self._json("GET", "/contexts", limit=LIST))
 
     async def code_context(

@@ -354,13 +354,7 @@ class SupervisorConnection:
             wire.release()
 
     async def upload(
-        self,
-        method: str,
-        path: str,
-        chunks: AsyncIterator[bytes],
-        *,
-        stall: float = 60.0,
-        max_bytes: int = MAX_JSON,
+        self, method: str, path: str, chunks: AsyncIterator[bytes], *, stall: float = 60.0, max_bytes: int = MAX_JSON
     ) -> Json:
         """Send a body of any length as it comes; `stall` bounds how long the supervisor may read nothing."""
         first = bytearray()
@@ -440,8 +434,7 @@ class SupervisorConnection:
             raise _lost("has ended")
         if len(self._open) >= MAX_OPEN:
             raise LimitExceeded(
-                f"more than {MAX_OPEN} requests to this sandbox at once",
-                hint="wait for some of them to finish",
+                f"more than {MAX_OPEN} requests to this sandbox at once", hint="wait for some of them to finish"
             )
         wire = _Wire(self)
         self._open.add(wire)

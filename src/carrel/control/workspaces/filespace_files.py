@@ -146,12 +146,7 @@ class FilespaceFiles(Attachment):
         return _summary(direction, done, time.monotonic() - began)
 
     async def _attempt(
-        self,
-        context: str,
-        path: str,
-        direction: SyncDirection,
-        cap: int | None,
-        hidden: Callable[[str], bool] | None,
+        self, context: str, path: str, direction: SyncDirection, cap: int | None, hidden: Callable[[str], bool] | None
     ) -> Synced:
         entries = _Entries(self._store, context, asyncio.get_running_loop())
         engine = FilespaceSync(path, self._bases.path(context), entries, self.contents(context), hidden=hidden)

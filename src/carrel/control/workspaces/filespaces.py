@@ -15,22 +15,9 @@ from carrel.control.sessions.masks import hides
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.filespace_files import FilespaceFiles
 from carrel.control.workspaces.workspaces import cap_bytes
-from carrel.errors import (
-    Conflict,
-    FileMissing,
-    InvalidPath,
-    LimitExceeded,
-    NotFound,
-)
+from carrel.errors import Conflict, FileMissing, InvalidPath, LimitExceeded, NotFound
 from carrel.models import FilespaceFile, FilespacePage, SyncDirection, SyncSummary
-from carrel.models.operations import (
-    DELETE_FILESPACE,
-    FORGET_FILESPACE,
-    LIST_FILESPACE,
-    READ_FILESPACE,
-    SYNC_FILESPACE,
-    WRITE_FILESPACE,
-)
+from carrel.models import operations as op
 from carrel.store import FilespaceChange, FilespaceEntry, FilespaceStore
 from carrel.workspaces.filespace import NOT_SYNCED, synced
 from carrel.workspaces.filespace_contents import Contents, Draft
@@ -67,7 +54,7 @@ class Filespaces:
         """Sync the workspace of a running sandbox with its filespace."""
         box = await self._sessions.find(name)
         arguments, record = {"direction": direction.value}, box.record
-        async with self._operations.admit(SYNC_FILESPACE, arguments, record.id, record.context_id) as traffic:
+        async with self._operations.admit(op.SYNC_FILESPACE, arguments, record.id, record.context_id) as traffic:
             if box.record.context_id is None:
                 raise Conflict(
                     "an ephemeral sandbox keeps nothing, so it has no filespace",
@@ -88,14 +75,14 @@ class Filespaces:
     ) -> FilespacePage:
         """List the files in the order of their paths."""
         encode(context, ephemeral=False)
-        async with self._operations.admit(LIST_FILESPACE, {"path": prefix}, context_id=context):
+        async with self._operations.admit(op.LIST_FILESPACE, {"path": prefix}, context_id=context):
             found, following = await self._store.page(context, prefix=prefix, limit=limit, cursor=cursor)
             return FilespacePage(items=[_file(entry) for entry in found], next=following)
 
     async def read(self, context: str, path: str) -> AsyncIterator[int | bytes]:
         """Yield the size of a file, then its bytes."""
         contents = self._files.contents(context)
-        async with self._operations.admit(READ_FILESPACE, {"path": path}, context_id=context) as traffic:
+        async with self._operations.admit(op.READ_FILESPACE, {"path": path}, context_id=context) as traffic:
             entry = await self._store.get(context, _checked(path))
             if entry is None or entry.deleted or entry.hash is None:
                 raise _missing(path)
@@ -106,18 +93,13 @@ class Filespaces:
                 yield piece
 
     async def write(
-        self,
-        context: str,
-        path: str,
-        content: AsyncIterator[bytes] | bytes,
-        *,
-        mode: int = 0o644,
+        self, context: str, path: str, content: AsyncIterator[bytes] | bytes, *, mode: int = 0o644
     ) -> FilespaceFile:
         """Write a file atomically, from bytes or from a stream of any length. It wins over earlier
         writes of its path.
         """
         contents = self._files.contents(context)
-        async with self._operations.admit(WRITE_FILESPACE, {"path": path}, context_id=context) as traffic:
+        async with self._operations.admit(op.WRITE_FILESPACE, {"path": path}, context_id=context) as traffic:
             room = await self._room(context, _checked(path))
             draft = await _drafted(contents, content, room)
             traffic.took(draft.size)
@@ -132,7 +114,7 @@ class Filespaces:
     async def delete(self, context: str, path: str) -> None:
         """Delete a file; workspaces follow with their next pull."""
         encode(context, ephemeral=False)
-        async with self._operations.admit(DELETE_FILESPACE, {"path": path}, context_id=context):
+        async with self._operations.admit(op.DELETE_FILESPACE, {"path": path}, context_id=context):
             stored = await self._store.put(context, [FilespaceChange(_checked(path))])
             if not stored.entries:
                 raise _missing(path)
@@ -140,7 +122,7 @@ class Filespaces:
     async def forget(self, context: str) -> None:
         """Delete a filespace with everything in it; the workspace stays. May be repeated."""
         encode(context, ephemeral=False)
-        async with self._operations.admit(FORGET_FILESPACE, {}, context_id=context):
+        async with self._operations.admit(op.FORGET_FILESPACE, {}, context_id=context):
             await self._files.erase(context)
 
     # inner

@@ -21,16 +21,7 @@ from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
 from carrel.errors import Conflict, NotFound
 from carrel.identity import Scope
 from carrel.models import FileChange, FileChanges, SandboxInfo, SandboxRequest, SnapshotInfo, SnapshotPage
-from carrel.models.operations import (
-    DELETE_SNAPSHOT,
-    DIFF_SNAPSHOTS,
-    EXPORT,
-    EXPORT_BY_ADMINISTRATOR,
-    FORK,
-    LIST_SNAPSHOTS,
-    RESTORE,
-    TAKE_SNAPSHOT,
-)
+from carrel.models import operations as op
 from carrel.store import SessionRecord
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 
@@ -59,7 +50,7 @@ class Snapshots:
     async def take(self, name: str) -> SnapshotInfo:
         """Take a snapshot; a running sandbox continues meanwhile. It is archived in the background."""
         record, context = await self._durable(name)
-        async with self._operations.admit(TAKE_SNAPSHOT, {}, record.id, context):
+        async with self._operations.admit(op.TAKE_SNAPSHOT, {}, record.id, context):
             self._sessions.require_here(record)
             return _info(await self._take(record, "request"))
 
@@ -83,7 +74,7 @@ class Snapshots:
     async def page(self, name: str, *, limit: int = 100, cursor: str | None = None) -> SnapshotPage:
         """List the snapshots of a context, newest first."""
         record, context = await self._durable(name)
-        async with self._operations.admit(LIST_SNAPSHOTS, {}, record.id, context):
+        async with self._operations.admit(op.LIST_SNAPSHOTS, {}, record.id, context):
             records, following = await self._store.page(context, limit=limit, cursor=cursor)
             return SnapshotPage(items=[_info(record) for record in records], next=following)
 
@@ -92,7 +83,7 @@ class Snapshots:
         again.
         """
         record, context = await self._durable(name)
-        async with self._operations.admit(RESTORE, {"snapshot_id": snapshot_id}, record.id, context):
+        async with self._operations.admit(op.RESTORE, {"snapshot_id": snapshot_id}, record.id, context):
             async with self._workspaces.keeping.using(
                 snapshot_id
             ):  # the stop takes another snapshot, which may prune this one
@@ -111,7 +102,7 @@ class Snapshots:
         """
         record, context = await self._durable(name)
         arguments = {"context_id": context_id, "snapshot_id": snapshot_id, "secrets": secrets}
-        async with self._operations.admit(FORK, arguments, record.id, context):
+        async with self._operations.admit(op.FORK, arguments, record.id, context):
             if snapshot_id is None:
                 self._sessions.require_here(record)
                 snapshot_id = (await self._take(record, "fork")).id
@@ -149,7 +140,7 @@ class Snapshots:
     async def diff(self, name: str, before: str, after: str) -> FileChanges:
         """Return the changes between two snapshots."""
         record, context = await self._durable(name)
-        async with self._operations.admit(DIFF_SNAPSHOTS, {"before": before, "after": after}, record.id, context):
+        async with self._operations.admit(op.DIFF_SNAPSHOTS, {"before": before, "after": after}, record.id, context):
             async with self._workspaces.keeping.using(before, after):
                 first, second = await self._ready(before, context), await self._ready(after, context)
                 changes = await asyncio.to_thread(self._workspaces.stored.diff, first, second)
@@ -174,7 +165,7 @@ class Snapshots:
         """Yield an empty piece as soon as the first one can be read, then all pieces."""
         arguments = {"snapshot_id": snapshot_id}
         # A snapshot contains every file, also those that the agent of the context may not read.
-        row = EXPORT_BY_ADMINISTRATOR if caller.get().identity.has(Scope.ADMINISTER) else EXPORT
+        row = op.EXPORT_BY_ADMINISTRATOR if caller.get().identity.has(Scope.ADMINISTER) else op.EXPORT
         admitted = self._operations.admit(row, arguments, record.id, context)
         async with admitted as traffic, self._workspaces.keeping.using(snapshot_id):
             snapshot = await self._ready(snapshot_id, context)
@@ -192,10 +183,9 @@ class Snapshots:
                     await asyncio.to_thread(close)
 
     async def delete(self, name: str, snapshot_id: str) -> None:
-        """Delete a snapshot for good."""
         record, context = await self._durable(name)
         arguments = {"snapshot_id": snapshot_id}
-        async with self._operations.admit(DELETE_SNAPSHOT, arguments, record.id, context):
+        async with self._operations.admit(op.DELETE_SNAPSHOT, arguments, record.id, context):
             await self._workspaces.keeping.drop(await self._known(snapshot_id, context))
 
     async def _durable(self, name: str) -> tuple[SessionRecord, str]:
