@@ -16,5 +16,5 @@ async def forget_context(context_id: Context, plane: Plane) -> Response:
     """Ends its session and deletes all its data: files, snapshots, filespace, secrets, MCP servers, template and
     policy. Only the audit log stays.
     """
-    await plane.forgetting.forget(context_id)
+    await plane.context_deletion.forget(context_id)
     return Response(status_code=204)

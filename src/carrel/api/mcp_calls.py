@@ -51,8 +51,8 @@ class PlainCall:
     def refused(self, error: MCPError) -> tuple[int, bytes]:
         """Return the status and the body of an error."""
         data = modern_error_data(error)
-        told = data.model_dump(mode="json", by_alias=True, exclude_none=True)
-        return ERROR_CODE_HTTP_STATUS.get(data.code, 200), _encoded({"jsonrpc": "2.0", "id": self.id, "error": told})
+        shown = data.model_dump(mode="json", by_alias=True, exclude_none=True)
+        return ERROR_CODE_HTTP_STATUS.get(data.code, 200), _encoded({"jsonrpc": "2.0", "id": self.id, "error": shown})
 
 
 def invalid_answer() -> MCPError:

@@ -170,11 +170,11 @@ def served(
     """Build the server side for one MCP server of a context. `begun` is its call, if that is already under way."""
     name = offered.server
 
-    async def told(asked: Coroutine[Any, Any, T]) -> T:
-        return await work.done(work.begin(_told(asked)))
+    async def answered(asked: Coroutine[Any, Any, T]) -> T:
+        return await work.done(work.begin(_as_protocol(asked)))
 
     async def list_tools(_context: Context, _params: object) -> types.ListToolsResult:
-        found = await told(plane.mcp.catalogue(sandbox, name))
+        found = await answered(plane.mcp.catalogue(sandbox, name))
         tools = [
             {
                 "name": each.name,
@@ -189,15 +189,15 @@ def served(
         return types.ListToolsResult(tools=_valid(types.Tool, tools))
 
     async def list_prompts(_context: Context, _params: object) -> types.ListPromptsResult:
-        found = await told(plane.mcp.catalogue(sandbox, name))
+        found = await answered(plane.mcp.catalogue(sandbox, name))
         return types.ListPromptsResult(prompts=_valid(types.Prompt, found.prompts))
 
     async def list_resources(_context: Context, _params: object) -> types.ListResourcesResult:
-        found = await told(plane.mcp.catalogue(sandbox, name))
+        found = await answered(plane.mcp.catalogue(sandbox, name))
         return types.ListResourcesResult(resources=_valid(types.Resource, found.resources))
 
     async def list_templates(_context: Context, _params: object) -> types.ListResourceTemplatesResult:
-        found = await told(plane.mcp.catalogue(sandbox, name))
+        found = await answered(plane.mcp.catalogue(sandbox, name))
         return types.ListResourceTemplatesResult(
             resource_templates=_valid(types.ResourceTemplate, found.resource_templates)
         )
@@ -211,11 +211,11 @@ def served(
         return _one(types.CallToolResult, await work.done(asked))
 
     async def read_resource(_context: Context, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
-        answer = await told(plane.mcp.read_resource(sandbox, name, str(params.uri)))
+        answer = await answered(plane.mcp.read_resource(sandbox, name, str(params.uri)))
         return _one(types.ReadResourceResult, _given(answer))
 
     async def get_prompt(_context: Context, params: types.GetPromptRequestParams) -> types.GetPromptResult:
-        answer = await told(plane.mcp.get_prompt(sandbox, name, params.name, params.arguments))
+        answer = await answered(plane.mcp.get_prompt(sandbox, name, params.name, params.arguments))
         return _one(types.GetPromptResult, _given(answer))
 
     prompts, resources = bool(offered.prompts), bool(offered.resources or offered.resource_templates)
@@ -256,7 +256,7 @@ def _unexpected(error: Exception) -> MCPError:
     return _failure(UNEXPECTED)
 
 
-async def _told(asked: Coroutine[Any, Any, T]) -> T:
+async def _as_protocol(asked: Coroutine[Any, Any, T]) -> T:
     """Await an answer of the control plane; raise its errors as errors of the protocol."""
     try:
         return await asked

@@ -12,7 +12,7 @@ from carrel.audit import AuditLog, SigningKey
 from carrel.config import ApprovalSettings, Settings
 from carrel.control.egress.plans import Plans, read_upstreams
 from carrel.control.egress.service import Egress
-from carrel.control.governance.approval_recovery import settle_runs
+from carrel.control.governance.approval_recovery import recover_approvals
 from carrel.control.governance.approvals import Approvals
 from carrel.control.governance.decisions import ApprovalDecisions
 from carrel.control.governance.open_requests import OpenRequests
@@ -41,7 +41,7 @@ from carrel.control.secrets.service import Secrets
 from carrel.control.secrets.values import FRESH_S as SECRETS_FRESH_S
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.attachments import Attachments
-from carrel.control.sessions.forgetting import Forgetting
+from carrel.control.sessions.context_deletion import ContextDeletion
 from carrel.control.sessions.leases import Leases, LeaseUpkeep
 from carrel.control.sessions.live import LiveSandboxes, SessionNotes
 from carrel.control.sessions.network_mode import NetworkMode, opens_hosts
@@ -215,7 +215,9 @@ class ControlPlane:
         self.filespaces = Filespaces(
             sessions, operations, filespace_store, files, masks, default_cap=settings.sandbox.disk_mb * MB
         )
-        self.forgetting = Forgetting(sessions, operations, workspaces, store, policies, changes, self.secrets, files)
+        self.context_deletion = ContextDeletion(
+            sessions, operations, workspaces, store, policies, changes, self.secrets, files
+        )
         self.bundles = Bundles(operations)
 
         # Python, MCP servers, calls without a context
@@ -323,7 +325,7 @@ class ControlPlane:
             log.warning("the server ended before this did: %s", left)
         await asyncio.gather(*(provider.warm() for provider in self.providers.values() if not provider.unsafe))
         self.recovered = await recover(self.sessions, self.store, self.workspaces, self.providers, self.layout.run)
-        await settle_runs(self._approval_store, self.sessions.live(), self.audit, self.node)
+        await recover_approvals(self._approval_store, self.sessions.live(), self.audit, self.node)
         await self._mcp_discovery.open()
         await self.environments.open()
         await self.router.open()

@@ -4,7 +4,7 @@ import pytest
 from tests.support.governed import POLICY
 
 from carrel.audit import Filter, chain_of
-from carrel.control.governance.approval_recovery import settle_runs
+from carrel.control.governance.approval_recovery import recover_approvals
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions.live import LiveSandbox
@@ -37,7 +37,7 @@ async def _taken(plane: ControlPlane, handle: str, place: str) -> None:
 
 async def _settled(plane: ControlPlane) -> tuple[int, dict[str, object]]:
     """How many can be used again, and what the log says of the last."""
-    given = await settle_runs(plane._approval_store, plane.sessions.live(), plane.audit, plane.node)
+    given = await recover_approvals(plane._approval_store, plane.sessions.live(), plane.audit, plane.node)
     await plane.audit.flush()
     page = await plane.audit.search(Filter(chain_of("c"), name="recover_approval"), limit=1)
     return given, page.items[0].arguments
@@ -61,7 +61,7 @@ async def test_where_nobody_can_tell_it_stays_used(plane: ControlPlane) -> None:
     assert box.instance not in {each.instance for each in plane.sessions.live()}
     assert await _settled(plane) == (0, {"approval": handle, "begun": "unknown", "given_back": False})
     assert (await plane.approvals.get(handle)).used_at is not None
-    assert await settle_runs(plane._approval_store, plane.sessions.live(), plane.audit, plane.node) == 0, (
+    assert await recover_approvals(plane._approval_store, plane.sessions.live(), plane.audit, plane.node) == 0, (
         "that is settled"
     )
 
@@ -69,7 +69,7 @@ async def test_where_nobody_can_tell_it_stays_used(plane: ControlPlane) -> None:
 async def test_what_another_server_runs_is_left_alone(plane: ControlPlane) -> None:
     handle, box = await _approved(plane)
     assert await plane._approval_store.use(handle, 1.0, run="left", node="other", place=box.instance)
-    assert await settle_runs(plane._approval_store, plane.sessions.live(), plane.audit, plane.node) == 0
+    assert await recover_approvals(plane._approval_store, plane.sessions.live(), plane.audit, plane.node) == 0
     assert [each.id for each in await plane._approval_store.runs("other")] == [handle]
 
 

@@ -131,7 +131,7 @@ async def _use_now(approvals: Inbox, operation: Call, verdict: Verdict) -> str:
     """Run an operation that takes no time; the approval that it ran under."""
     """Ask as whoever the call is by, else as the caller of this task, who also says how long to wait."""
     who = caller.get() if operation.caller is None else replace(caller.get(), identity=operation.caller.identity)
-    leave = await approvals.leave(replace(operation, caller=who), verdict)
+    leave = await approvals.permit(replace(operation, caller=who), verdict)
     await approvals.ended(leave, used=True)
     return leave.approval
 

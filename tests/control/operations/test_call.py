@@ -24,9 +24,9 @@ def test_subject_is_the_caller_or_carrel_itself() -> None:
 def test_traffic_is_none_until_something_is_counted() -> None:
     traffic = Traffic()
     assert (traffic.bytes_in, traffic.bytes_out) == (None, None)
-    traffic.took(0)
-    traffic.gave(2)
-    traffic.gave(3)
+    traffic.count_in(0)
+    traffic.count_out(2)
+    traffic.count_out(3)
     assert (traffic.bytes_in, traffic.bytes_out) == (0, 5)
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from carrel.control.governance.policies import building_layer
 from carrel.control.python.environment_checks import (
-    Asker,
     Lock,
+    Requester,
     Wanted,
     interpreter_of,
     interpreters,
@@ -144,4 +144,4 @@ def test_where_it_is_built_no_host_is_reached() -> None:
 
 
 def test_who_asks() -> None:
-    assert Asker().name is None and Asker(sandbox_id="eph-1").name == "eph-1"
+    assert Requester().name is None and Requester(sandbox_id="eph-1").name == "eph-1"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from carrel.config import RouterSettings
-from carrel.control.python.stateless_callers import Load, Moves, Owner, Place, RoutingTable, State, Wish
+from carrel.control.python.stateless_callers import Load, Moves, Owner, Place, RoutingTable, State, WaitingCall
 
 A, B, C = (("agent:a", None), ("agent:b", None), ("agent:a", "team"))
 MB = 1 << 20
@@ -172,11 +172,11 @@ class Traffic(RuleBasedStateMachine):
     @initialize(places=st.integers(1, 4), queue=st.integers(0, 5), spares=st.integers(0, 2))
     def begin(self, places: int, queue: int, spares: int) -> None:
         self.of = table(places, queue, spares)
-        self.lines: dict[Owner, deque[Wish]] = {}
-        self.held: dict[Place, Wish] = {}
+        self.lines: dict[Owner, deque[WaitingCall]] = {}
+        self.held: dict[Place, WaitingCall] = {}
         self.now = 0.0
 
-    def waiting(self) -> list[Wish]:
+    def waiting(self) -> list[WaitingCall]:
         return [wish for line in self.lines.values() for wish in line]
 
     def turn(self) -> None:

@@ -115,6 +115,6 @@ async def test_an_old_automatic_snapshot_can_be_restored_though_the_stop_takes_a
     for number in range(KEPT):
         await plane.operations.write_file("a:b", "file", str(number).encode())
         ids.append((await plane.workspaces.keeping.take(record, "checkpoint")).id)
-        await plane.workspaces.keeping.settle(await plane.snapshots._ready(ids[-1], "a:b"))
+        await plane.workspaces.keeping.archive_and_prune(await plane.snapshots._ready(ids[-1], "a:b"))
     await plane.snapshots.restore("a:b", ids[0])
     assert [piece async for piece in plane.operations.read_file("a:b", "file")] == [1, b"0"]

@@ -26,7 +26,7 @@ _WORDS = {
 _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
-async def settle_runs(store: ApprovalStore, boxes: Iterable[LiveSandbox], audit: AuditLog, node: str) -> int:
+async def recover_approvals(store: ApprovalStore, boxes: Iterable[LiveSandbox], audit: AuditLog, node: str) -> int:
     """Recover the approvals of this server; return how many can be used again. Runs once, before it takes requests."""
     running = {box.instance: box for box in boxes}
     left, given_back = await store.runs(node), 0

@@ -55,7 +55,7 @@ Redact = Callable[[str | None, Mapping[str, object]], Awaitable[dict[str, object
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Permit:
     """Permission to run an operation now, under an approval. With a `run`, the run uses it up."""
 
     approval: str
@@ -147,7 +147,7 @@ class Approvals(Attachment):
 
     # for agents
 
-    async def leave(self, call: Call, decision: Verdict) -> Leave:
+    async def permit(self, call: Call, decision: Verdict) -> Permit:
         """Return the permission to run the operation now, or raise `ApprovalNeeded` or `Denied`. Call `ended` when it
         is over.
 
@@ -165,14 +165,14 @@ class Approvals(Attachment):
                     field="approval",
                     hint="ask without the approval: it is only for the caller who asked first",
                 )
-            leave = await self._use(record, name, call)
-            if leave is None:
+            permit = await self._use(record, name, call)
+            if permit is None:
                 raise Conflict(
                     f"approval '{record.id}' was used already: it runs its operation once",
                     field="approval",
                     hint="ask again without the approval: every equal request needs an approval of its own",
                 )
-            return leave
+            return permit
         until = time.monotonic() + who.wait_s
         while True:
             record = await self._found(call, decision, name)
@@ -180,11 +180,11 @@ class Approvals(Attachment):
                 record = await self._wait(record, who, until)
             if record.state is ApprovalState.PENDING or who.gone():
                 raise self._needed(record, call)
-            leave = await self._use(record, name, call)
-            if leave is not None:
-                return leave
+            permit = await self._use(record, name, call)
+            if permit is not None:
+                return permit
             if record.scope is ApprovalScope.RULE and await self._covered(call):
-                return Leave(record.id)
+                return Permit(record.id)
 
     async def _covered(self, call: Call) -> bool:
         """Whether the rules, with the one just added, allow an operation now."""
@@ -208,14 +208,14 @@ class Approvals(Attachment):
             waiting = await self._store.pending(call.context_id, name, record.created_at, asker)
             return waiting or await self._ask(call, record)
 
-    async def ended(self, leave: Leave, *, used: bool) -> None:
+    async def ended(self, permit: Permit, *, used: bool) -> None:
         """Record that the operation is over; or that it did not begin, so that the approval can be used again."""
-        if leave.run is None:
+        if permit.run is None:
             return
         try:
-            await self._store.ended(leave.approval, leave.run, used=used)
+            await self._store.ended(permit.approval, permit.run, used=used)
         except CarrelError as error:  # the recovery after the next start asks the sandbox
-            log.warning("the use of approval %s could not be recorded: %s", leave.approval, error)
+            log.warning("the use of approval %s could not be recorded: %s", permit.approval, error)
 
     async def _draft(self, call: Call, decision: Verdict, name: str) -> ApprovalRecord:
         """Return the question to a person."""
@@ -246,7 +246,7 @@ class Approvals(Attachment):
             self._on_created(record.info())
         return record
 
-    async def _use(self, record: ApprovalRecord, name: str, call: Call) -> Leave | None:
+    async def _use(self, record: ApprovalRecord, name: str, call: Call) -> Permit | None:
         """Return the permission of an approval that was given; None when it is used up."""
         if record.digest != name:
             raise Conflict(
@@ -260,16 +260,16 @@ class Approvals(Attachment):
         if record.state is not ApprovalState.APPROVED:
             raise self._refused(record, call)
         if record.scope is ApprovalScope.CONTEXT:
-            return Leave(record.id)
+            return Permit(record.id)
         if record.decided_at is not None and record.decided_at + self._ttl_s < self._clock():
             raise self._refused(replace(record, state=ApprovalState.EXPIRED), call)
-        leave = Leave(record.id, run := secrets.token_hex(16))
+        permit = Permit(record.id, run := secrets.token_hex(16))
         try:
             taken = await self._store.use(record.id, self._clock(), run=run, node=self._node, place=call.runs_in)
         except BaseException:  # the caller went away or the database failed: the use may be recorded all the same
-            await self.ended(leave, used=False)
+            await self.ended(permit, used=False)
             raise
-        return leave if taken else None
+        return permit if taken else None
 
     async def _wait(self, record: ApprovalRecord, who: Caller, until: float) -> ApprovalRecord:
         while record.state is ApprovalState.PENDING and (left := until - time.monotonic()) > 0:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from carrel.control.mcp.links import McpLinks
 from carrel.control.operations.operations import OwnOperations
-from carrel.control.python.environment_checks import Asker, requirements_of
+from carrel.control.python.environment_checks import Requester, requirements_of
 from carrel.control.python.environments import Environments
 from carrel.control.sessions.attachments import Attachment, Fork
 from carrel.control.sessions.live import LiveSandbox
@@ -110,7 +110,7 @@ class McpInstaller:
         if provider is not None:
             provider.require(Capability.ENVIRONMENTS)
         wanted = EnvironmentRequest(requirements=list(requirements_of(request.requirements)), python=request.python)
-        asker = Asker.of(session)
+        asker = Requester.of(session)
 
         async def find() -> EnvironmentRecord:
             return self._environments.known(had) or await self._environments.ensure(wanted, asker)

@@ -73,8 +73,8 @@ def timeout_answer(timeout: float) -> Json:
 
 def refusal_answer(error: Refused) -> Json:
     """Return the answer for a server that refused a request."""
-    told = {"code": error.code, "message": error.message}
-    return {"content": [{"type": "text", "text": error.message}], "isError": True, REFUSED: told}
+    shown = {"code": error.code, "message": error.message}
+    return {"content": [{"type": "text", "text": error.message}], "isError": True, REFUSED: shown}
 
 
 class _End(Answer):
@@ -182,8 +182,8 @@ async def stop_if_running(supervisor: SupervisorClient, name: str) -> None:
 
 def failed(name: str, why: str, hint: str | None = None) -> McpServerFailed:
     """Return the error for a server that cannot be used."""
-    told = why.removeprefix(f"MCP server '{name}' ")[:LONGEST_REASON]
-    return McpServerFailed(f"the MCP server '{name}' {told}", field="server", hint=hint or "its log may say more")
+    shown = why.removeprefix(f"MCP server '{name}' ")[:LONGEST_REASON]
+    return McpServerFailed(f"the MCP server '{name}' {shown}", field="server", hint=hint or "its log may say more")
 
 
 def _reason(end: _End) -> str:

@@ -204,7 +204,7 @@ class McpServers:
             except SandboxLost:
                 await self._sessions.lost(box)
                 raise
-            traffic.gave(len(page.text))
+            traffic.count_out(len(page.text))
             return redacted_log(page, before, await self._redactor(context))
 
     async def catalogue(self, name: str, server: str) -> McpCatalogue:
@@ -285,7 +285,7 @@ class McpServers:
         arguments = {"server": server, "tool": tool, **given}
         try:
             async with self._operations.admit(op.MCP_REQUEST, arguments, session.id, context) as traffic:
-                traffic.took(size_in)
+                traffic.count_in(size_in)
                 try:
                     if outside:
                         async with self._platform.get(server).spoken(timeout) as speaker:
@@ -299,7 +299,7 @@ class McpServers:
                     answer = refusal_answer(error)
                 outcome = "timed_out" if TIMED_OUT in answer else "tool_error" if answer.get("isError") else OK
                 size = len(json.dumps(answer))
-                traffic.gave(size)
+                traffic.count_out(size)
                 clean = (await self._redactor(context)).value
                 return await in_thread_if_large(size, clean, answer)
         except BaseException as error:

@@ -66,7 +66,7 @@ class Speaker:
     def __init__(self, server: str):
         self.server = server
         self.session: ClientSession | None = None
-        self.told: types.InitializeResult | None = None
+        self.introduction: types.InitializeResult | None = None
 
     async def call_tool(
         self, tool: str, arguments: Mapping[str, Any], timeout: float, progress: ProgressFnT | None = None
@@ -86,10 +86,10 @@ class Speaker:
 
     async def offers(self, timeout: float) -> tuple[Json, str | None]:
         """Return the bounded catalogue of the server, and a sentence on what was left out."""
-        told = self.told
-        if told is None:
+        introduction = self.introduction
+        if introduction is None:
             raise self.lost()
-        can = told.capabilities
+        can = introduction.capabilities
         found: dict[str, list[Json]] = {}
         if can.tools is not None:
             found["tools"] = await self._listed(types.ListToolsRequest, types.ListToolsResult, "tools", timeout)
@@ -102,9 +102,9 @@ class Speaker:
                 templates = types.ListResourceTemplatesRequest, types.ListResourceTemplatesResult
                 found["resource_templates"] = await self._listed(*templates, "resourceTemplates", timeout)
         return bounded_catalogue(
-            protocol_version=str(told.protocol_version),
-            server_info=told.server_info.model_dump(mode="json", by_alias=True),
-            instructions=told.instructions,
+            protocol_version=str(introduction.protocol_version),
+            server_info=introduction.server_info.model_dump(mode="json", by_alias=True),
+            instructions=introduction.instructions,
             found=found,
         )
 
@@ -124,13 +124,13 @@ class Speaker:
     async def introduce(self, session: ClientSession) -> types.InitializeResult:
         """Initialize the session; `McpServerFailed` when the server does not speak the protocol."""
         try:
-            told = await session.initialize()
+            introduction = await session.initialize()
         except MCPError as error:
             raise self.lost(f"refused to introduce itself: {bounded_text(error.message, 300)}") from None
         except (ValidationError, ValueError, RuntimeError, RecursionError):
             raise self.lost("does not speak a version of MCP that carrel knows") from None
-        self.session, self.told = session, told
-        return told
+        self.session, self.introduction = session, introduction
+        return introduction
 
     def lost(self, why: str = "has ended") -> CarrelError:
         """Return the error that says why the server cannot be used; `why` if nothing better is known."""
@@ -249,8 +249,8 @@ class Conversation(Speaker):
                         for task in tasks:
                             task.cancel()
         except BaseExceptionGroup as group_of:
-            told = known_failure(group_of)
-            self._fail(told if isinstance(told, CarrelError) else failed(self.server, "could not be reached"))
+            failure = known_failure(group_of)
+            self._fail(failure if isinstance(failure, CarrelError) else failed(self.server, "could not be reached"))
         except CarrelError as error:
             self._fail(error)
         finally:

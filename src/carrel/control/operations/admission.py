@@ -16,7 +16,7 @@ from typing import cast
 from carrel.audit import AuditLog
 from carrel.audit.log import Ticket
 from carrel.audit.records import Ending, Entry, chain_of, server_chain
-from carrel.control.governance.approvals import Approvals, Leave
+from carrel.control.governance.approvals import Approvals, Permit
 from carrel.control.governance.policies import Policies
 from carrel.control.operations.call import Call, Traffic, refusal
 from carrel.control.secrets.values import SecretValues
@@ -58,15 +58,15 @@ class Admission:
         """
         traffic, began, outcome, outer_run = Traffic(), time.monotonic(), OK, run.get()
         verdict: Verdict | None = None
-        leave: Leave | None = None
+        permit: Permit | None = None
         ticket: Ticket | None = None
         admitted = False
         try:
             if call.caller is not None:
                 verdict = await self._decide(call)
                 if verdict.asks:
-                    leave = await self._approvals.leave(call, verdict)
-                    traffic.approval = leave.approval
+                    permit = await self._approvals.permit(call, verdict)
+                    traffic.approval = permit.approval
                     now = await self._decide(call)
                     if now.denies:  # a rule that changed while a person was asked overrides the approval
                         verdict = now
@@ -75,8 +75,8 @@ class Admission:
                 if call.proxy_verdict is None:
                     ticket = await self._audit.begin(await self._entry(call, verdict, traffic.approval))
                 admitted = True
-                if leave is not None and leave.run is not None:
-                    run.set(leave.run)  # marks every request to a supervisor from now on
+                if permit is not None and permit.run is not None:
+                    run.set(permit.run)  # marks every request to a supervisor from now on
             yield traffic
         except BaseException as error:
             outcome = outcome_of(error)
@@ -93,9 +93,9 @@ class Admission:
                 ticket.end(Ending(outcome, seconds * 1000, traffic.bytes_in, traffic.bytes_out))
             if call.caller is not None and call.proxy_verdict is None:
                 self._metrics.operated(call.kind, call.name, outcome, seconds)
-            if leave is not None:
+            if permit is not None:
                 run.set(outer_run)
-                await self._approvals.ended(leave, used=admitted)
+                await self._approvals.ended(permit, used=admitted)
 
     async def _decide(self, call: Call) -> Verdict:
         box = self._live.get(call.sandbox_id)

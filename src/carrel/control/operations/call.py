@@ -66,10 +66,10 @@ class Traffic:
         self.bytes_in: int | None = None
         self.bytes_out: int | None = None
 
-    def took(self, size: int) -> None:
+    def count_in(self, size: int) -> None:
         self.bytes_in = size if self.bytes_in is None else self.bytes_in + size
 
-    def gave(self, size: int) -> None:
+    def count_out(self, size: int) -> None:
         self.bytes_out = size if self.bytes_out is None else self.bytes_out + size
 
 

@@ -60,7 +60,7 @@ Longest = Callable[[SessionRecord], Awaitable[float | None]]
 class Packages(Protocol):
     """Knows the packages of templates."""
 
-    async def settled(self, box: LiveSandbox) -> None:
+    async def wait_briefly(self, box: LiveSandbox) -> None:
         """Wait a short time for packages that are being built: the next command may need them."""
 
 
@@ -148,7 +148,7 @@ class SandboxOperations(ABC):
             await self._wait_for_packages(box)
             body, timeout = command_body(request, box.record.limits.timeout_s)
             if request.stdin is not None:
-                traffic.took(size_of(request.stdin))
+                traffic.count_in(size_of(request.stdin))
             result = await box.connection.run_command(body, timeout, request.output_limit)
             return await self.conclude(box, traffic, result)
 
@@ -163,7 +163,7 @@ class SandboxOperations(ABC):
                 default = await self._longest(box.record)
             body, _ = command_body(request, default)
             if request.stdin is not None:
-                traffic.took(size_of(request.stdin))
+                traffic.count_in(size_of(request.stdin))
             return await self._clean_info(box, await box.connection.start_command(body))
 
     async def list_commands(self, name: str) -> CommandList:
@@ -202,7 +202,7 @@ class SandboxOperations(ABC):
         require_id(command_id)
         arguments = {"id": command_id, "bytes": len(data)}
         async with self.enter(name, op.SEND_INPUT, arguments) as (box, traffic):
-            traffic.took(len(data))
+            traffic.count_in(len(data))
             await box.connection.send_input(command_id, data, close=close)
 
     async def signal_command(self, name: str, command_id: str, request: SignalRequest) -> None:
@@ -232,12 +232,12 @@ class SandboxOperations(ABC):
             await self._wait_for_packages(box)
             if request.files:
                 _room(box)
-                traffic.took(sum(3 * len(text.rstrip("=")) // 4 for text in request.files.values()))
+                traffic.count_in(sum(3 * len(text.rstrip("=")) // 4 for text in request.files.values()))
             body = request.model_dump()
             body["timeout"] = timeout = deadline_of(request.timeout, box.record.limits.timeout_s)
             result = await box.connection.execute(body, timeout)
             size = size_of(result.output) + size_of(result.stderr)
-            traffic.gave(size)
+            traffic.count_out(size)
             clean = (await self._redactor(box.record.owner)).value
             changes = await in_thread_if_large(size, clean, {"output": result.output, "stderr": result.stderr})
             return result.model_copy(update=changes)
@@ -254,7 +254,7 @@ class SandboxOperations(ABC):
             try:
                 yield stream.length
                 async for data in stream:
-                    traffic.gave(len(data))
+                    traffic.count_out(len(data))
                     yield data
             finally:
                 stream.close()
@@ -279,7 +279,7 @@ class SandboxOperations(ABC):
         async with self.enter(name, op.WRITE_FILE, arguments) as (box, traffic):
             _room(box)
             if isinstance(content, bytes):
-                traffic.took(len(content))
+                traffic.count_in(len(content))
             else:
                 content = _metered(box, content, traffic)
             return await box.connection.write_file(path, content, mode=mode, parents=parents, exclusive=exclusive)
@@ -292,7 +292,7 @@ class SandboxOperations(ABC):
             if operation.fills_disk:
                 _room(box)
             if operation.content is not None:
-                traffic.took(size_of(getattr(request, operation.content)))
+                traffic.count_in(size_of(getattr(request, operation.content)))
             result = await box.connection.forward(operation, request)
             if operation.doubt is not None and (why := operation.doubt(request, result)) is not None:
                 raise SandboxLost(why)
@@ -313,7 +313,7 @@ class SandboxOperations(ABC):
     async def conclude(self, box: LiveSandbox, traffic: Traffic, result: R) -> R:
         """Count the bytes of a result and remove secrets from it."""
         size = size_of(result.stdout, result.stdout_base64) + size_of(result.stderr, result.stderr_base64)
-        traffic.gave(size)
+        traffic.count_out(size)
         result.oom_killed = await for_memory(box, result)
         return await in_thread_if_large(size, clean_result, await self._redactor(box.record.owner), result)
 
@@ -331,7 +331,7 @@ class Operations(SandboxOperations):
         return caller.get()
 
     async def _wait_for_packages(self, box: LiveSandbox) -> None:
-        await self._packages.settled(box)
+        await self._packages.wait_briefly(box)
 
     def require_open(self, box: LiveSandbox) -> None:
         """Refuse a sandbox that is not for this caller: one of carrel's own, or one for the calls of another."""
@@ -375,5 +375,5 @@ def _room(box: LiveSandbox) -> None:
 async def _metered(box: LiveSandbox, content: AsyncIterator[bytes], traffic: Traffic) -> AsyncIterator[bytes]:
     async for chunk in content:
         _room(box)
-        traffic.took(len(chunk))
+        traffic.count_in(len(chunk))
         yield chunk

@@ -34,7 +34,7 @@ Redactors = Callable[[str | None], Awaitable[Redactor]]
 """Returns the redactor of a context, or of an ephemeral sandbox."""
 
 
-class Wanting(Protocol):
+class NamesEnvironment(Protocol):
     """A request that may name an environment."""
 
     @property
@@ -111,13 +111,13 @@ class PythonOperations:
             raise LimitExceeded(box.over_quota, field="disk_mb", hint="delete files first, then write again")
         if request.files or request.stdin is not None:
             given = sum(3 * len(text.rstrip("=")) // 4 for text in request.files.values())
-            traffic.took(given + size_of(request.stdin))
+            traffic.count_in(given + size_of(request.stdin))
         timeout = request.timeout or min(PYTHON_TIMEOUT_S, box.record.limits.timeout_s or PYTHON_TIMEOUT_S)
         body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
         body |= {"timeout": timeout, "env": await self.environment(box, request)}
         return json.dumps(body, separators=(",", ":")).encode(), timeout
 
-    async def environment(self, box: LiveSandbox, request: Wanting) -> str | None:
+    async def environment(self, box: LiveSandbox, request: NamesEnvironment) -> str | None:
         """Return the name of the requested environment in the sandbox, attached if necessary; None for the packages of
         the template, which need no name.
         """

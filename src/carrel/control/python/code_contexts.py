@@ -16,7 +16,7 @@ from functools import partial
 from carrel.control.governance.redaction import clean_info, in_thread_if_large
 from carrel.control.operations.checks import deadline_of, require_id, size_of
 from carrel.control.operations.operations import Operations
-from carrel.control.python.calls import Redactors, Wanting
+from carrel.control.python.calls import NamesEnvironment, Redactors
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.connection import Json
 from carrel.control.supervisor.frames import Chunk
@@ -33,7 +33,7 @@ _BINARY = ("image/png", "image/jpeg", "image/gif", "application/pdf")
 MOST_REMEMBERED = 256
 """Code contexts of one sandbox whose environment is cached."""
 
-FindEnvironment = Callable[[LiveSandbox, Wanting], Awaitable[str | None]]
+FindEnvironment = Callable[[LiveSandbox, NamesEnvironment], Awaitable[str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class CodeContextOperations:
             body, env = await self._body(box, context, request)
             result, size = await box.connection.run_cell(context, body)
             await self._remember(box, context, env)
-            return await self._shown(box, result, size, traffic.gave)
+            return await self._shown(box, result, size, traffic.count_out)
 
     async def start_cell(self, name: str, context: str, request: CellRequest) -> CommandInfo:
         """Put a cell into the queue; its id is for `cell_output` and `get_cell`."""
@@ -90,7 +90,7 @@ class CodeContextOperations:
         require_id(cell_id)
         arguments = {"code_context": context, "cell": cell_id}
         async with self._operations.enter(name, op.GET_CELL, arguments) as (box, traffic):
-            return await self._shown(box, *await box.connection.get_cell(context, cell_id), traffic.gave)
+            return await self._shown(box, *await box.connection.get_cell(context, cell_id), traffic.count_out)
 
     async def list(self, name: str) -> CodeContextList:
         async with self._operations.enter(name, op.LIST_CODE_CONTEXTS, {}) as (box, _):
@@ -123,7 +123,7 @@ class CodeContextOperations:
         """Return the body of the request, and its environment."""
         body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
         body["timeout"] = deadline_of(request.timeout, box.record.limits.timeout_s)
-        wanted: Wanting = request
+        wanted: NamesEnvironment = request
         had = await self._recalled(box, context)
         if request.env is None and request.requirements is None and had is not None:
             wanted = _Named(had)  # the sandbox may have been restarted, here or on another server
@@ -144,8 +144,10 @@ class CodeContextOperations:
             await self._store.put(box.record.id, context, env)
             box.code_contexts[context] = env
 
-    async def _shown(self, box: LiveSandbox, result: CellResult, size: int, gave: Callable[[int], None]) -> CellResult:
-        gave(size_of(result.stdout) + size_of(result.stderr))
+    async def _shown(
+        self, box: LiveSandbox, result: CellResult, size: int, count_out: Callable[[int], None]
+    ) -> CellResult:
+        count_out(size_of(result.stdout) + size_of(result.stderr))
         result.oom_killed = result.status == "died" and await for_memory(box, result)
         redactor = await self._redactor(box.record.owner)
         return await in_thread_if_large(size, clean_cell, redactor, result)

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 from carrel.control.governance.policies import INDEX_LABEL
 from carrel.control.operations.operations import OwnOperations
-from carrel.control.python.environment_checks import Asker, Lock, Wanted, lock_of
+from carrel.control.python.environment_checks import Lock, Requester, Wanted, lock_of
 from carrel.control.sessions.sessions import Sessions
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, PlatformError, Unsupported
 from carrel.isolation.launchers import SHARED_PIP_PLACE
@@ -82,7 +82,7 @@ class Builder:
         self._largest_mb = largest_mb
         self._timeout_s = timeout_s
 
-    async def resolve(self, wanted: Wanted, asker: Asker, say: Say) -> Lock:
+    async def resolve(self, wanted: Wanted, asker: Requester, say: Say) -> Lock:
         """Resolve a request; `InvalidRequest` with the message of the resolver when that fails."""
         command = [
             UV,
@@ -104,7 +104,7 @@ class Builder:
                 await asyncio.shield(self._end(box))
         return lock_of(said)
 
-    async def build(self, wanted: Wanted, lock: Lock, asker: Asker, say: Say) -> Built:
+    async def build(self, wanted: Wanted, lock: Lock, asker: Requester, say: Say) -> Built:
         """Build the environment of a lock, as a checked draft with its description."""
         python = f"{WORKSPACE}/{_PLACE}/bin/python"
         install = [UV, "pip", "install", "--require-hashes", "--no-deps", "--compile-bytecode", "--python", python]
@@ -154,7 +154,7 @@ class Builder:
             raise
         return built
 
-    async def _start(self, wanted: Wanted, asker: Asker) -> SandboxInfo:
+    async def _start(self, wanted: Wanted, asker: Requester) -> SandboxInfo:
         if await asyncio.to_thread(find_uv) is None:
             raise Unsupported(
                 "this server has no uv to build environments with",

@@ -31,7 +31,7 @@ _HASH = re.compile(r"    --hash=(sha(?:256|384|512):[0-9a-f]{64,128})( \\)?")
 
 
 @dataclass(frozen=True, slots=True)
-class Asker:
+class Requester:
     """The requester of an environment, whose policy and limits apply to the build."""
 
     context_id: str | None = None
@@ -42,7 +42,7 @@ class Asker:
     limits: Limits = field(default_factory=Limits)
 
     @classmethod
-    def of(cls, record: SessionRecord) -> Asker:
+    def of(cls, record: SessionRecord) -> Requester:
         """Return the requester for a session."""
         kept = {"cpus", "memory_mb", "processes"}
         limits = Limits.model_validate(record.limits.model_dump(include=kept, exclude_none=True))

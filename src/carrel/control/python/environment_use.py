@@ -5,7 +5,7 @@ install`.
 from __future__ import annotations
 
 from carrel.control.operations.operations import Operations, OwnOperations
-from carrel.control.python.environment_checks import Asker, requirements_of
+from carrel.control.python.environment_checks import Requester, requirements_of
 from carrel.control.python.environments import Environments, Say
 from carrel.control.python.template_packages import TemplatePackages
 from carrel.control.sessions.sessions import Sessions
@@ -48,7 +48,7 @@ class EnvironmentUse:
         asked = requirements_of(request.requirements)  # before the decision: this refuses options of pip
         arguments = {"command": ["pip", "install", *asked], "name": request.name}
         async with self._operations.admit(BUILD_ENV, arguments):
-            record = await self._environments.ensure(request, Asker(), say)
+            record = await self._environments.ensure(request, Requester(), say)
             if request.name is not None:
                 record = await self._environments.label(record, request.name)
             return self._environments.info(record)
@@ -63,7 +63,7 @@ class EnvironmentUse:
         if request.template:
             return await self._packages.info(box, say)
         request = await self._here(request, box.record)
-        asker, holder = Asker.of(box.record), box.record.owner
+        asker, holder = Requester.of(box.record), box.record.owner
         known = None if request.env is None else self._environments.find(request.env, holder)
         # A named environment may have been built under another policy: all its packages are decided.
         named = request.requirements or () if known is None else [each["name"] for each in known.packages]

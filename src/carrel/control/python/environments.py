@@ -21,8 +21,8 @@ from carrel.config import EnvironmentSettings
 from carrel.control.operations.caller import caller
 from carrel.control.python.environment_builds import Builder
 from carrel.control.python.environment_checks import (
-    Asker,
     Lock,
+    Requester,
     Wanted,
     interpreter_of,
     name_of,
@@ -191,10 +191,10 @@ class Environments:
         """Describe an environment to the caller. The name alone would let any sandbox run it, whatever its policy: so
         an environment that the caller only knows by its label is shown by that, until it is attached.
         """
-        told, by = self._reached(record) or not record.labels, record.built_by
+        by_name, by = self._reached(record) or not record.labels, record.built_by
         return EnvironmentInfo(
-            name=record.name if told else record.labels[0],
-            path=f"{ENVIRONMENTS}/{record.name}" if told else "",
+            name=record.name if by_name else record.labels[0],
+            path=f"{ENVIRONMENTS}/{record.name}" if by_name else "",
             hash=record.hash,
             labels=record.labels,
             python=record.python,
@@ -211,7 +211,7 @@ class Environments:
     # making
 
     async def ensure(
-        self, request: EnvironmentRequest, asker: Asker, say: Say | None = None, *, as_before: bool = False
+        self, request: EnvironmentRequest, asker: Requester, say: Say | None = None, *, as_before: bool = False
     ) -> EnvironmentRecord:
         """Return the environment of a request, built now if there is none. With `as_before` the one that the same
         request resolved to before under the same policy, even if an index has newer packages.
@@ -243,7 +243,7 @@ class Environments:
             self._interpreters.put(version, known)
         return known
 
-    async def _lock(self, asked: Wanted, asker: Asker, say: Say) -> Lock:
+    async def _lock(self, asked: Wanted, asker: Requester, say: Say) -> Lock:
         key = asked.key
         known = self._resolved.get(key)
         if known is not None:
@@ -254,12 +254,12 @@ class Environments:
             work.task = self._start(self._resolve(asked, asker, work), self._resolving, key)
         return await work.wait(say)
 
-    async def _resolve(self, asked: Wanted, asker: Asker, work: Work[Lock]) -> Lock:
+    async def _resolve(self, asked: Wanted, asker: Requester, work: Work[Lock]) -> Lock:
         lock = await self._with_words(asker, work, lambda say: self._builder.resolve(asked, asker, say))
         self._resolved.put(asked.key, lock)
         return lock
 
-    async def _ready(self, asked: Wanted, lock: Lock, asker: Asker, say: Say) -> EnvironmentRecord:
+    async def _ready(self, asked: Wanted, lock: Lock, asker: Requester, say: Say) -> EnvironmentRecord:
         hash = asked.hash(lock)
         name = name_of(self._key, hash)
         work = self._building.get(name)
@@ -275,7 +275,7 @@ class Environments:
         return await work.wait(say)
 
     async def _build(
-        self, asked: Wanted, lock: Lock, asker: Asker, name: str, hash: str, work: Work[EnvironmentRecord]
+        self, asked: Wanted, lock: Lock, asker: Requester, name: str, hash: str, work: Work[EnvironmentRecord]
     ) -> EnvironmentRecord:
         if await asyncio.to_thread(self._shelf.free) * 100 < self._settings.keep_free_percent:
             await self.evict()
@@ -301,7 +301,7 @@ class Environments:
             self._known[name] = record
         return record
 
-    async def _with_words(self, asker: Asker, work: Work[Any], act: Callable[[Say], Awaitable[T]]) -> T:
+    async def _with_words(self, asker: Requester, work: Work[Any], act: Callable[[Say], Awaitable[T]]) -> T:
         """Run work whose progress lines are shown only after secrets are removed."""
         lines: asyncio.Queue[str | None] = asyncio.Queue(MOST_SAID)
 

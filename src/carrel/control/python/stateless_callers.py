@@ -45,7 +45,7 @@ class Place:
 
 
 @dataclass(eq=False, slots=True)
-class Wish:
+class WaitingCall:
     """A call that waits for a sandbox."""
 
     owner: Owner
@@ -57,11 +57,11 @@ class Wish:
 class Moves:
     """The actions to carry out now."""
 
-    given: list[tuple[Wish, Place]] = field(default_factory=list)
+    given: list[tuple[WaitingCall, Place]] = field(default_factory=list)
     """Which call gets which sandbox. One in state `starting` has to be started first."""
     to_end: list[Place] = field(default_factory=list)
     """Sandboxes to end, to make room."""
-    refused: list[Wish] = field(default_factory=list)
+    refused: list[WaitingCall] = field(default_factory=list)
     """Calls that are refused because too many wait."""
 
 
@@ -71,7 +71,7 @@ class RoutingTable:
     def __init__(self, settings: RouterSettings):
         self.settings = settings
         self.places: dict[Place, None] = {}
-        self._lines: OrderedDict[Owner, deque[Wish]] = OrderedDict()
+        self._lines: OrderedDict[Owner, deque[WaitingCall]] = OrderedDict()
 
     @property
     def waiting(self) -> int:
@@ -86,13 +86,13 @@ class RoutingTable:
     def idle(self) -> int:
         return sum(each.state == "idle" for each in self.places)
 
-    def ask(self, owner: Owner, template: str | None, env: str | None) -> Wish:
+    def ask(self, owner: Owner, template: str | None, env: str | None) -> WaitingCall:
         """Add a call; `match` decides which sandbox it gets."""
-        wish = Wish(owner, template, env)
+        wish = WaitingCall(owner, template, env)
         self._lines.setdefault(owner, deque()).append(wish)
         return wish
 
-    def leave(self, wish: Wish) -> None:
+    def leave(self, wish: WaitingCall) -> None:
         """Remove a call that waits no longer."""
         line = self._lines.get(wish.owner)
         if line is not None and wish in line:
@@ -149,12 +149,12 @@ class RoutingTable:
             return None
         return self._new(template, None)
 
-    def _wait(self, wish: Wish, counted_on: set[Place]) -> bool:
+    def _wait(self, wish: WaitingCall, counted_on: set[Place]) -> bool:
         """Whether a call should wait for a sandbox of its caller that is being emptied, because no other is free."""
         own = any(each.state == "idle" and each.owner is not None for each in self._fitting(wish))
         return not own and self._count_on(wish, counted_on, "emptying")
 
-    def _take(self, wish: Wish) -> Place | None:
+    def _take(self, wish: WaitingCall) -> Place | None:
         """Take a sandbox of the template, in this order: one of the caller with the environment, one of the caller, a
         spare, a new one.
         """
@@ -167,10 +167,10 @@ class RoutingTable:
             return None
         return self._new(wish.template, wish.owner)
 
-    def _fitting(self, wish: Wish) -> Iterator[Place]:
+    def _fitting(self, wish: WaitingCall) -> Iterator[Place]:
         return (each for each in self.places if each.template == wish.template and each.owner in {wish.owner, None})
 
-    def _count_on(self, wish: Wish, counted_on: set[Place], *states: State) -> bool:
+    def _count_on(self, wish: WaitingCall, counted_on: set[Place], *states: State) -> bool:
         """Whether a sandbox in one of these states is left that no earlier call waits for."""
         for each in self._fitting(wish):
             if each.state in states and not each.slow and each not in counted_on:
@@ -194,7 +194,7 @@ class RoutingTable:
         return place
 
 
-def _merit(place: Place, wish: Wish) -> tuple[bool, bool, int, float]:
+def _merit(place: Place, wish: WaitingCall) -> tuple[bool, bool, int, float]:
     """Rank a sandbox for a call: it has the environment, it is the caller's already, it uses little memory, it was used
     recently.
     """

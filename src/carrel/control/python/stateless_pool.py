@@ -19,7 +19,7 @@ from carrel.config import RouterSettings
 from carrel.control.operations.caller import caller
 from carrel.control.operations.operations import Operations, OwnOperations
 from carrel.control.python.calls import PythonOperations
-from carrel.control.python.stateless_callers import Load, Owner, Place, RoutingTable, Wish
+from carrel.control.python.stateless_callers import Load, Owner, Place, RoutingTable, WaitingCall
 from carrel.control.python.template_packages import TemplatePackages
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.owners import STATELESS
@@ -63,7 +63,7 @@ class Router:
         self._python = python
         self._packages = packages
         self._metrics = metrics
-        self._given: dict[Wish, asyncio.Future[Place]] = {}
+        self._given: dict[WaitingCall, asyncio.Future[Place]] = {}
         self._timers: dict[Place, asyncio.TimerHandle] = {}
         self._used: dict[str | None, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()

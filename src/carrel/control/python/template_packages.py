@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from carrel.control.operations.operations import OwnOperations
-from carrel.control.python.environment_checks import Asker, requirements_of
+from carrel.control.python.environment_checks import Requester, requirements_of
 from carrel.control.python.environments import Environments, Say
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.templates import Templates
@@ -52,7 +52,7 @@ class TemplatePackages:
             raise box.refused[0].with_traceback(None)
         await self.attach(box, say)
 
-    async def settled(self, box: LiveSandbox) -> None:
+    async def wait_briefly(self, box: LiveSandbox) -> None:
         """Wait a short time for packages that are being built: a command may be Python too. `Conflict` when they take
         longer; when they cannot be built at all, commands run without them.
         """
@@ -139,7 +139,7 @@ class TemplatePackages:
 
     async def _attach(self, box: LiveSandbox, recipe: Recipe, say: Say | None) -> EnvironmentRecord:
         box.provider.require(Capability.ENVIRONMENTS)
-        record, asker = box.record, Asker.of(box.record)
+        record, asker = box.record, Requester.of(box.record)
         wanted = EnvironmentRequest(requirements=recipe.packages, python=recipe.python)
         box.in_flight += 1  # a sandbox that waits for its packages is not idle
         try:

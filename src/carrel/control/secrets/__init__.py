@@ -1,1 +1,1 @@
-"""The secrets of contexts: kept, given to sandboxes, encrypted anew."""
+"""The secrets of contexts: stored, delivered to sandboxes, encrypted again with a new key."""

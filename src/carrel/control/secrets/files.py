@@ -42,18 +42,18 @@ class SecretFiles(Attachment):
         record = box.record
         owner = record.owner
         self._values.stale(owner)  # the redactor was made before the template was known
-        async with box.giving:
+        async with box.secrets_lock:
             values = await self._plans.sandbox_secrets(record, await self._values.values_of(record))
-            if values == box.given or (not values and not box.has_secrets):
+            if values == box.delivered_secrets or (not values and not box.has_secrets):
                 return
             if values:
                 box.provider.require(Capability.SECRETS)
             elif Capability.SECRETS not in box.provider.capabilities():
                 return
-            box.has_secrets, box.given = True, None
+            box.has_secrets, box.delivered_secrets = True, None
             self._values.stale(owner)  # a redactor made meanwhile may not know secrets of another server
             await box.connection.put_secrets(values)
-            box.given = values
+            box.delivered_secrets = values
 
     async def catch_up(self) -> None:
         """Deliver secrets that another server has changed."""

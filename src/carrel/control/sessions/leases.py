@@ -113,7 +113,7 @@ class LeaseUpkeep:
         box.record = replace(box.record, fence=taken.fence)
         box.leased_until = self._leases.deadline(began)
 
-    async def settle_abandoned(self) -> None:
+    async def end_abandoned(self) -> None:
         """End the sessions of servers that no longer renew their leases. A resume restores the
         files from the archive.
         """

@@ -34,8 +34,7 @@ class LiveSandbox:
         "changed",
         "code_contexts",
         "connection",
-        "given",
-        "giving",
+        "delivered_secrets",
         "handle",
         "has_secrets",
         "in_flight",
@@ -51,6 +50,7 @@ class LiveSandbox:
         "provider",
         "record",
         "refused",
+        "secrets_lock",
         "starved",
         "to_push",
         "trusting",
@@ -86,9 +86,9 @@ class LiveSandbox:
         """The masks that are enforced inside it since it started."""
         self.trusting = False
         """Whether it trusts the certificates of the proxy."""
-        self.giving = asyncio.Lock()
+        self.secrets_lock = asyncio.Lock()
         """Held while its secrets are delivered: of two changes the later one must come last."""
-        self.given: Mapping[str, bytes] | None = None
+        self.delivered_secrets: Mapping[str, bytes] | None = None
         """The secrets that this server delivered last; None if unknown."""
         self.has_secrets = True
         """Whether it may have secrets that have to be removed."""
@@ -161,8 +161,8 @@ class LiveSandboxes:
     async def end(self, box: LiveSandbox, attachments: Detach) -> None:
         box.connection.close()
         attachments.detach(box)
-        for told in box.on_end:
-            told(box)
+        for notify in box.on_end:
+            notify(box)
         await box.provider.remove(box.handle)
         if self.has(box):
             del self._by_id[box.record.id]

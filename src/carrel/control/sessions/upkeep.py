@@ -44,7 +44,7 @@ CHECKPOINT_LOOK_EVERY = 15.0
 CATCH_UP_EVERY = 5.0
 PUSH_EVERY = 2.0
 DAY_S = 86_400.0
-TEND_EVERY = 1.0
+GROW_EVERY = 1.0
 
 
 Work = tuple[Callable[[], Awaitable[object]], float]
@@ -113,7 +113,7 @@ class Janitor:
             (self.push_filespaces, PUSH_EVERY),
             (self.count, IDLE_EVERY),
             (self.describe, IDLE_EVERY),
-            (self.tend, TEND_EVERY),
+            (self.grow_volumes, GROW_EVERY),
             (self._retention.sweep, EXPIRE_EVERY),
             (self.collect_garbage, EXPIRE_EVERY),
             *self._more,
@@ -158,7 +158,7 @@ class Janitor:
     async def renew_leases(self) -> None:
         """Renew the leases of this server, and end the sessions of silent servers."""
         await self._leasing.renew()
-        await self._leasing.settle_abandoned()
+        await self._leasing.end_abandoned()
 
     async def checkpoint(self) -> None:
         """Archive a snapshot of every changed workspace whose last checkpoint is old enough."""
@@ -235,7 +235,7 @@ class Janitor:
         capacity = facts.f_blocks * facts.f_frsize
         self._workspaces.metrics.volume(capacity - facts.f_bfree * facts.f_frsize, capacity)
 
-    async def tend(self) -> None:
+    async def grow_volumes(self) -> None:
         """Let the volume driver grow its storage if necessary."""
         await asyncio.to_thread(self._workspaces.driver.grow_if_needed)
 

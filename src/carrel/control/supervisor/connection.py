@@ -41,7 +41,7 @@ def _host() -> bytes:
 
 
 def _lost(why: str) -> SandboxLost:
-    return SandboxLost(f"the sandbox {why}", hint="deploy_or_resume starts it anew on the same workspace")
+    return SandboxLost(f"the sandbox {why}", hint="deploy_or_resume starts it again on the same workspace")
 
 
 def problem_from(status: int, body: bytes) -> CarrelError:

@@ -33,10 +33,10 @@ async def stream_output(
                 if chunk.stream == "end":
                     info = check(CommandInfo, json_object(chunk.data))
                     info.oom_killed = await for_memory(box, info)
-                    told = clean_info(await current(), info).model_dump(mode="json")
-                    yield Chunk("end", json.dumps(told).encode())
+                    shown = clean_info(await current(), info).model_dump(mode="json")
+                    yield Chunk("end", json.dumps(shown).encode())
                 else:
-                    traffic.gave(len(chunk.data) if chunk.raw is None else chunk.raw)
+                    traffic.count_out(len(chunk.data) if chunk.raw is None else chunk.raw)
                     yield chunk
     finally:
         stream.close()

@@ -64,8 +64,8 @@ class Filespaces:
             box.check_lease()
             masks = await self._masks.of(box.record) if box.masks == "unknown" else box.masks
             done = await self._files.sync(box.record, box.workspace, direction, hides(masks))
-            traffic.took(done.pulled_bytes)
-            traffic.gave(done.pushed_bytes)
+            traffic.count_in(done.pulled_bytes)
+            traffic.count_out(done.pushed_bytes)
             return done
 
     # without workspaces
@@ -89,7 +89,7 @@ class Filespaces:
             yield entry.size
             pieces = contents.read(entry.hash, entry.size)
             while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-                traffic.gave(len(piece))
+                traffic.count_out(len(piece))
                 yield piece
 
     async def write(
@@ -102,7 +102,7 @@ class Filespaces:
         async with self._operations.admit(op.WRITE_FILESPACE, {"path": path}, context_id=context) as traffic:
             room = await self._room(context, _checked(path))
             draft = await _drafted(contents, content, room)
-            traffic.took(draft.size)
+            traffic.count_in(draft.size)
             try:
                 await asyncio.to_thread(contents.keep, draft)
                 change = FilespaceChange(path, draft.hash, draft.size, mode & 0o777)

@@ -148,7 +148,7 @@ class SnapshotKeeping:
         if origin is not None:  # new snapshots are now based on its own ones
             await asyncio.to_thread(_unlink, os.path.join(self._origins, volume))
 
-    async def settle(self, snapshot: SnapshotRecord) -> str | None:
+    async def archive_and_prune(self, snapshot: SnapshotRecord) -> str | None:
         """Archive a snapshot and prune old ones; return a notice for the session if the archive fails."""
         notice = None
         try:
@@ -174,7 +174,7 @@ class SnapshotKeeping:
         except CarrelError as error:
             log.warning("no snapshot of %s: %s", record.context_id, error)
             return record.snapshot, record.notice, f"no snapshot could be taken: {error.detail}"[:2000]
-        return taken.id, await self.settle(taken), failure
+        return taken.id, await self.archive_and_prune(taken), failure
 
     async def catch_up(self) -> dict[str, str | None]:
         """Retry what the archive could not do before; return the notice of each context, None if all is well."""

@@ -69,7 +69,7 @@ class Snapshots:
     async def checkpoint(self, record: SessionRecord) -> None:
         """Take a snapshot and archive it."""
         taken = await self._take(record, "checkpoint")
-        await self._notes.write(record, notice=await self._workspaces.keeping.settle(taken))
+        await self._notes.write(record, notice=await self._workspaces.keeping.archive_and_prune(taken))
 
     async def page(self, name: str, *, limit: int = 100, cursor: str | None = None) -> SnapshotPage:
         """List the snapshots of a context, newest first."""
@@ -174,7 +174,7 @@ class Snapshots:
                 chunk = await asyncio.to_thread(next, chunks, None)
                 yield b""
                 while chunk is not None:
-                    traffic.gave(len(chunk))
+                    traffic.count_out(len(chunk))
                     yield chunk
                     chunk = await asyncio.to_thread(next, chunks, None)
             finally:

@@ -17,7 +17,7 @@ from carrel.models.operations import FORGET_CONTEXT
 from carrel.store import SessionStore
 
 
-class Forgetting:
+class ContextDeletion:
     """Knows all the data that a context can have."""
 
     def __init__(

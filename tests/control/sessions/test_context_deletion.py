@@ -58,14 +58,14 @@ async def test_forget_leaves_nothing_but_the_audit_log(plane: ControlPlane) -> N
     await plane.filespaces.write("c", "kept", b"x")
     await plane.snapshots.take("c")
     await plane.policy_changes.put("c", PolicyDocuments(settings=RULES), "person:ann")
-    await plane.forgetting.forget("c")
+    await plane.context_deletion.forget("c")
     assert (await plane.policies.get("c")).settings is None and (await plane.secrets.list("c")).items == []
     assert (await plane.filespaces.list("c")).items == [] and not await plane.workspaces.exists("c")
     assert (await plane.workspaces._store.page("c", limit=9))[0] == []
     with pytest.raises(NotFound):
         await plane.sessions.record("c")
     with pytest.raises(NotFound, match="nothing is known"):
-        await plane.forgetting.forget("c")
+        await plane.context_deletion.forget("c")
     await plane.audit.flush()
     assert "forget_context" in [each.name for each in (await plane.audit.search(Filter(), limit=100)).items]
 
@@ -78,6 +78,6 @@ async def test_what_was_kept_without_a_session_is_forgotten(plane: ControlPlane,
         await plane.secrets.put("c", "KEY", b"open-sesame")
     else:
         await plane.filespaces.write("c", "kept", b"x")
-    await plane.forgetting.forget("c")
+    await plane.context_deletion.forget("c")
     with pytest.raises(NotFound):
-        await plane.forgetting.forget("c")
+        await plane.context_deletion.forget("c")
