@@ -1,7 +1,7 @@
-"""Writes the files that are made from others: the blocking client, and reference pages.
+"""Writes the generated files: the blocking client and the reference pages.
 
-python scripts/generate.py            write what is stale
-python scripts/generate.py --check    change nothing, fail when something is stale
+python scripts/generate.py            write stale files
+python scripts/generate.py --check    change nothing; fail if a file is stale
 """
 
 from __future__ import annotations

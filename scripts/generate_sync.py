@@ -1,4 +1,4 @@
-"""Derives the blocking client from the asynchronous one, token by token, so that neither can drift."""
+"""Derives the blocking client from the asynchronous one, token by token, so that the two cannot differ."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _prose(text: str) -> str:
 
 
 def translate(source: str) -> str:
-    """The blocking form of a module, before formatting."""
+    """Return the blocking form of a module, before formatting."""
     tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
     lines = source.splitlines(keepends=True)
     for index in range(len(tokens) - 1, -1, -1):
@@ -61,7 +61,7 @@ def translate(source: str) -> str:
 
 
 def derive(source: str, target: Path) -> str:
-    """The whole text of the blocking module at `target`."""
+    """Return the whole text of the blocking module at `target`."""
     text = HEAD.format(name=target.name) + translate(source)
     name = ["--stdin-filename", str(target)]
     text = _ruff(["check", "--quiet", "--select", "I,UP028,C416", "--fix", "--unsafe-fixes", *name, "-"], text)

@@ -46,7 +46,9 @@ class AuditKey(Answer):
 
 
 class AuditPruned(Answer):
-    """How many records were removed from the audit log. Only records that a signed head covers are removed."""
+    """The number of records that were removed from the audit log. Only records that a signed head
+    covers are removed.
+    """
 
     before: datetime
     records: int
@@ -69,7 +71,7 @@ class ApprovalState(StrEnum):
 
 
 class ApprovalScope(StrEnum):
-    """What an approval covers: one operation, all equal operations in this context, or everything
+    """The extent of an approval: one operation, all equal operations in this context, or everything
     that a rule allows.
     """
 

@@ -76,7 +76,7 @@ class McpTool(Answer):
 
 
 class McpCatalogue(Answer):
-    """What an MCP server offered at its last discovery. Reading the catalogue does not start the server."""
+    """The catalogue of an MCP server at its last discovery. Reading the catalogue does not start the server."""
 
     server: str
     protocol_version: str | None = None
@@ -96,7 +96,7 @@ class McpServerInfo(Answer):
 
     name: str
     origin: Literal["context", "platform"] = "context"
-    state: McpState = Field(description="of its process; one that is stopped is started by the next call")
+    state: McpState = Field(description="state of its process; the next call starts a stopped one")
     enabled: bool = True
     command: list[str] = Field(default_factory=list)
     variables: list[str] = Field(default_factory=list, description="the names of its variables")

@@ -95,27 +95,27 @@ class RichResult(Answer):
 
     @property
     def text(self) -> str | None:
-        """As plain text."""
+        """The plain text form."""
         return self.data.get("text/plain")
 
     @property
     def html(self) -> str | None:
-        """As HTML."""
+        """The HTML form."""
         return self.data.get("text/html")
 
     @property
     def json_text(self) -> str | None:
-        """As JSON; for a data frame, its columns, index and data."""
+        """The JSON form; for a data frame, its columns, index and data."""
         return self.data.get("application/json")
 
     @property
     def svg(self) -> str | None:
-        """As an SVG image."""
+        """The SVG image."""
         return self.data.get("image/svg+xml")
 
     @property
     def png(self) -> bytes | None:
-        """As a PNG image."""
+        """The PNG image."""
         encoded = self.data.get("image/png")
         return None if encoded is None else b64decode(encoded)
 

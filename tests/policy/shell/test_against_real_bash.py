@@ -111,7 +111,7 @@ def test_real_shells_run_nothing_generated_that_was_not_found(
 
 MUTATIONS = {
     "substitutions are not looked into": (Word, "programs", property(lambda _: ())),
-    "wrappers run nothing": (finder, "inside", lambda _: None),
+    "wrappers run nothing": (finder, "unwrap", lambda _: None),
     "eval is a command as any other": (finder, "BUILTINS", {}),
     "functions are not walked": (finder._Finder, "_body", lambda *_: None),
 }

@@ -48,7 +48,7 @@ def test_what_a_person_would_not_see_is_refused() -> None:
 
 
 def test_a_parenthesis_behind_the_next_character() -> None:
-    assert Cursor("<(", Facts(), "bash").opens()
-    assert not Cursor("< (", Facts(), "bash").opens()
+    assert Cursor("<(", Facts(), "bash").parenthesis_follows()
+    assert not Cursor("< (", Facts(), "bash").parenthesis_follows()
     with pytest.raises(Unreadable):
-        Cursor("<\\\n(", Facts(), "bash").opens()
+        Cursor("<\\\n(", Facts(), "bash").parenthesis_follows()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.policy.shell.arguments import Unknown
-from carrel.policy.shell.wrappers import RUNNERS, base, inside, module_of
+from carrel.policy.shell.wrappers import RUNNERS, base, module_of, unwrap
 
 ANY = Unknown("$x", "any")
 
@@ -18,7 +18,7 @@ ANY = Unknown("$x", "any")
      (["xargs", "-I%", "a", "b%c"], [("a", Unknown("b%c", "one", "b"))]), (["xargs", "a"], [("a", Unknown("…", "any"))])],
 )  # fmt: skip
 def test_what_runs_inside(argv: list[str], runs: list[tuple[object, ...]]) -> None:
-    found = inside(argv)
+    found = unwrap(argv)
     assert found is not None
     assert not found.asks
     assert found.runs == runs
@@ -40,14 +40,14 @@ def test_what_runs_inside(argv: list[str], runs: list[tuple[object, ...]]) -> No
     ],
 )
 def test_what_is_not_known_asks(argv: list[str]) -> None:
-    found = inside(argv)
+    found = unwrap(argv)
     assert found is not None
     assert found.asks
 
 
 def test_ordinary_programs_run_nothing() -> None:
     for argv in (["ls"], ["python", "x.py"], ["git", "env"], [], ["uv", "pip"]):
-        assert inside(argv) is None
+        assert unwrap(argv) is None
 
 
 @given(
@@ -77,7 +77,7 @@ def test_ordinary_programs_run_nothing() -> None:
     ),
 )
 def test_any_arguments_are_answered(name: str, rest: list[str | Unknown]) -> None:
-    found = inside([*name.split(), *rest])
+    found = unwrap([*name.split(), *rest])
     if found is not None:
         for run in found.runs:
             assert isinstance(run[0], str)

@@ -249,8 +249,7 @@ class Policies:
 
     def _info(self, context_id: str, record: PolicyRecord | None, layer: Layer | None) -> PolicyInfo:
         policy = self._compile(context_id, layer, record)
-        warnings = [(each.source, each.rule, each.text) for each in policy.warnings]
-        warnings += [(each.source, each.text, words) for each, words in unmasked(policy)]
+        unmaskable = [PolicyWarning(source=each.source, rule=each.text, text=words) for each, words in unmasked(policy)]
         return PolicyInfo(
             context_id=context_id,
             settings=None if record is None or record.settings is None else dict(record.settings),
@@ -258,7 +257,7 @@ class Policies:
             version=0 if record is None else record.version,
             updated_at=None if record is None else datetime.fromtimestamp(record.updated_at, UTC),
             updated_by=None if record is None else record.updated_by,
-            warnings=[PolicyWarning(source=source, rule=rule, text=text) for source, rule, text in warnings],
+            warnings=[*policy.warnings, *unmaskable],
         )
 
     def _compile(self, context_id: str | None, layer: Layer | None, record: PolicyRecord | None) -> Policy:

@@ -101,7 +101,7 @@ def embedded(address: Address) -> tuple[IPv4Address, ...]:
     if any(address in each for each in _LAST_32):
         return (IPv4Address(number & _LOW),)
     if address in _LOCAL_TRANSLATION:
-        # Which bits hold the IPv4 address depends on the length of the prefix that the network chose.
+        # The bits of the IPv4 address depend on the length of the prefix that the network chose.
         split = ((number >> 64) & 0xFFFF) << 16 | (number >> 40) & 0xFFFF
         return tuple(IPv4Address(each) for each in (number & _LOW, split) if each)
     if address.sixtofour is not None:

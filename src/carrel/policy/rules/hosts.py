@@ -7,7 +7,6 @@ queries.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from carrel.policy.documents.sources import Sources, WebAccess
@@ -52,30 +51,18 @@ class Domains:
         return "*" if self._every else None
 
 
-@dataclass(frozen=True, slots=True)
 class _Web:
     """The part of one layer's `sources.json` that concerns hosts."""
 
-    layer: Layer
-    enabled: bool
-    allowed: Domains | None
-    blocked: Domains
-    ports: frozenset[int] | None
-    remote_hosts: tuple[RemoteHost, ...]
-    registries: dict[tuple[str, int], Verdict]
-
-    @classmethod
-    def of(cls, layer: Layer, sources: Sources) -> _Web:
+    def __init__(self, layer: Layer, sources: Sources):
         web = sources.web_access or WebAccess()
-        return cls(
-            layer,
-            web.enabled,
-            None if web.allowed_domains is None else Domains(web.allowed_domains),
-            Domains(web.blocked_domains),
-            None if web.allowed_ports is None else frozenset(web.allowed_ports),
-            remote_hosts(sources.git),
-            dict(_named_registries(layer, sources)),
-        )
+        self.layer = layer
+        self.enabled = web.enabled
+        self.allowed = None if web.allowed_domains is None else Domains(web.allowed_domains)
+        self.blocked = Domains(web.blocked_domains)
+        self.ports = None if web.allowed_ports is None else frozenset(web.allowed_ports)
+        self.remote_hosts = remote_hosts(sources.git)
+        self.registries = dict(_named_registries(layer, sources))
 
     def decide(self, host: str, port: int | None, *, literal: bool) -> Verdict | None:
         """Return the verdict of this layer; None if it has none."""
@@ -123,7 +110,7 @@ class HostPolicy:
         self._internet = internet
         self._host_registries = dict(_open_registries(policy, registries))
         self._policy = policy
-        self._webs = tuple(_Web.of(layer, layer.sources) for layer in policy.layers if layer.sources is not None)
+        self._webs = tuple(_Web(layer, layer.sources) for layer in policy.layers if layer.sources is not None)
         self._limited_indexes = dict(_limited_indexes(policy, indexes))
 
     def host(self, host: str, port: int | None = None) -> Verdict | None:

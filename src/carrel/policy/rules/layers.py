@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from carrel.errors import InvalidRequest
+from carrel.models import PolicyWarning
 from carrel.policy.documents.settings import Permissions, Settings
 from carrel.policy.documents.sources import Limits, Sources, limits
 from carrel.policy.rules.rules import Index, Rule, match_words, parse
@@ -43,22 +44,13 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
-    """A warning about a rule for its author."""
-
-    source: str
-    rule: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Policy:
     """Layers with their rules parsed and indexed. Make one with `Policy.of` or `Policy.open`; it never changes."""
 
     layers: tuple[Layer, ...] = ()
     allow: Index = field(default_factory=Index)
     deny: Index = field(default_factory=Index)
-    warnings: tuple[Notice, ...] = ()
+    warnings: tuple[PolicyWarning, ...] = ()
     workspace: str | None = None
     governed: bool = False
     """Whether any layer has settings. Without settings, everything is allowed that the sources do not refuse."""
@@ -169,43 +161,48 @@ def _refuse_too_broad(rule: Rule, place: str) -> None:
         )
 
 
-def _warnings(denied: Iterable[Rule], allowed: Iterable[Rule], deny: Index) -> Iterator[Notice]:
+def _warning(rule: Rule, text: str) -> PolicyWarning:
+    return PolicyWarning(source=rule.source, rule=rule.text, text=text)
+
+
+def _warnings(denied: Iterable[Rule], allowed: Iterable[Rule], deny: Index) -> Iterator[PolicyWarning]:
     seen: dict[tuple[bool, str], Rule] = {}
     for allows, rule in (*((False, each) for each in denied), *((True, each) for each in allowed)):
         if rule.source == BUILT_IN:
             continue
         if (earlier := seen.setdefault((allows, rule.text), rule)) is not rule:
-            yield Notice(rule.source, rule.text, f"this rule is a duplicate; {earlier.source} has it already")
+            yield _warning(rule, f"this rule is a duplicate; {earlier.source} has it already")
         elif allows:
             yield from _of_allowed(rule, deny)
         elif rule.kind == "shell" and not rule.words:
-            yield Notice(rule.source, rule.text, "this rule denies every command")
+            yield _warning(rule, "this rule denies every command")
         if rule.kind == "shell" and rule.words and not rule.open and _ends_in_star(rule):
-            text = "the last * matches exactly one word; write :* for any number of words"
-            yield Notice(rule.source, rule.text, text)
+            yield _warning(rule, "the last * matches exactly one word; write :* for any number of words")
 
 
 def _ends_in_star(rule: Rule) -> bool:
     return len(rule.words) > 1 and rule.words[-1].literal is None and rule.words[-1].text == "*"
 
 
-def _of_allowed(rule: Rule, deny: Index) -> Iterable[Notice]:
+def _of_allowed(rule: Rule, deny: Index) -> Iterable[PolicyWarning]:
     void = _covered_by(rule, deny)
     if void is not None:
-        yield Notice(rule.source, rule.text, f"this rule has no effect: {void.source} denies {void.text}")
+        yield _warning(rule, f"this rule has no effect: {void.source} denies {void.text}")
         return
     if rule.kind == "shell" and rule.open and len(rule.words) == 1:
         name = rule.words[0].text.rstrip("0123456789.") or rule.words[0].text
         if rule.words[0].text in RUNNERS:
-            text = "this program runs others; the policy decides about those in its arguments, not in scripts"
-            yield Notice(rule.source, rule.text, text)
+            yield _warning(
+                rule, "this program runs others; the policy decides about those in its arguments, not in scripts"
+            )
         elif name in INTERPRETERS or rule.words[0].text in INTERPRETERS:
-            text = "this program can run anything; the policy does not decide about the code that it runs"
-            yield Notice(rule.source, rule.text, text)
+            yield _warning(
+                rule, "this program can run anything; the policy does not decide about the code that it runs"
+            )
     if rule.kind == "file" and rule.operation == "read" and rule.path and rule.path.parts == (None,):
-        yield Notice(rule.source, rule.text, "this rule allows every file to be read")
+        yield _warning(rule, "this rule allows every file to be read")
     if rule.kind == "mcp" and all(word.text == "*" for word in rule.words):
-        yield Notice(rule.source, rule.text, "this rule allows every tool of every server")
+        yield _warning(rule, "this rule allows every tool of every server")
 
 
 def _covered_by(rule: Rule, deny: Index) -> Rule | None:

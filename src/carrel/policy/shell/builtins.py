@@ -133,7 +133,7 @@ def positional(words: Sequence[Argument], facts: Facts) -> None:
 
 def _hash(call: Call, state: State) -> None:
     if any(isinstance(word, Unknown) or word.startswith("-p") for word in call.arguments):
-        _ask(call, state, "hash changes which program a name stands for")
+        _ask(call, state, "hash changes which program a name runs")
 
 
 def _jobs(call: Call, state: State) -> None:

@@ -57,7 +57,7 @@ def read(
 
 
 class _Reader(WordReader):
-    _after_glimpse = 0
+    _after_peek = 0
     _substitutions = 0
 
     # --- what is between commands
@@ -126,7 +126,7 @@ class _Reader(WordReader):
                 parts += self.inside_quotes(char)
         return merged(parts)
 
-    def glimpse(self) -> str | None:
+    def peek_reserved(self) -> str | None:
         """Return the reserved word that is next, without consuming it; None if there is none."""
         start, word = self.at, ""
         while (char := self.char()) and char not in META:
@@ -139,23 +139,23 @@ class _Reader(WordReader):
             return None
         if word == "time" and self.dialect != "bash":
             return None
-        self._after_glimpse = place
+        self._after_peek = place
         return word
 
     def expect(self, *words: str) -> str:
         """Consume one of these reserved words."""
         self.newlines()
-        found = self.glimpse()
+        found = self.peek_reserved()
         if found is None or found not in words:
             raise Unreadable(f"'{words[0]}' is missing")
-        self.reserved()
+        self.take_reserved()
         return found
 
-    def reserved(self) -> None:
-        """Consume the reserved word that `glimpse` returned."""
+    def take_reserved(self) -> None:
+        """Consume the reserved word that `peek_reserved` returned."""
         self.char()
         self.facts.starts.add(self.place(self.at))
-        self.at = self._after_glimpse
+        self.at = self._after_peek
 
     def redirect(self) -> Redirect | None:
         """Read the next redirection; None if there is none."""
@@ -163,7 +163,7 @@ class _Reader(WordReader):
         self.char()
         if found := _DESCRIPTOR.match(self.text, self.at):
             self.at = found.end()
-            if self.opens():
+            if self.parenthesis_follows():
                 raise Unreadable("a number directly before a process substitution")
             if found[0].startswith("{"):
                 self.only_bash("{name}>")
@@ -172,7 +172,7 @@ class _Reader(WordReader):
             raise Unreadable("a line continuation before a redirection")
         char = self.char()
         operator = None
-        if char and char in "&<>" and (self.follows("&>") if char == "&" else not self.opens()):
+        if char and char in "&<>" and (self.follows("&>") if char == "&" else not self.parenthesis_follows()):
             operator = next((each for each in _OPERATORS if self.take(each)), None)
         if operator is None:
             self.at = start
@@ -234,7 +234,7 @@ class _Reader(WordReader):
             char = self.char()
             if not char or char == ")" or self.follows(";;") or self.follows(";&"):
                 break
-            if self.glimpse() in stops:
+            if self.peek_reserved() in stops:
                 break
             nodes += self.and_or()
             if lines is not None:
@@ -248,7 +248,7 @@ class _Reader(WordReader):
             elif char == "&" and not self.follows("&&"):
                 self.at += 1
                 nodes[-1] = Block((nodes[-1],), "sub")
-            elif char == "\n" or self.glimpse() in stops:
+            elif char == "\n" or self.peek_reserved() in stops:
                 pass
             elif char and char not in (closing or ")"):
                 raise Unreadable(f"unexpected character '{char}'")
@@ -282,9 +282,9 @@ class _Reader(WordReader):
         negated = False
         while True:
             self.blanks()
-            word = self.glimpse()
+            word = self.peek_reserved()
             if word == "time":
-                self.reserved()
+                self.take_reserved()
                 self.blanks()
                 if self.follows("-p"):
                     option = self.word()
@@ -296,7 +296,7 @@ class _Reader(WordReader):
                 if not self.char() or self.char() in "\n;)":
                     return Bare(())
             elif word == "!":
-                self.reserved()
+                self.take_reserved()
                 negated = True
                 if not self.text[self.at : self.at + 1].isspace():
                     raise Unreadable("'!' is not followed by a blank")
@@ -310,7 +310,7 @@ class _Reader(WordReader):
             if self.take("&"):
                 self.only_bash("|&")
             self.newlines()
-            if self.glimpse() in {"!", "time"}:
+            if self.peek_reserved() in {"!", "time"}:
                 raise Unreadable("'!' or 'time' inside a pipeline")
             commands.append(self.command())
         if len(commands) == 1:
@@ -324,7 +324,7 @@ class _Reader(WordReader):
         self.blanks()
         if self.char() == "(":
             return self.with_redirects(self.parenthesised())
-        word = self.glimpse()
+        word = self.peek_reserved()
         if word in OPENING:
             return self.compound(word)
         if word is not None:
@@ -349,7 +349,7 @@ class _Reader(WordReader):
         """A compound command that begins with a reserved word."""
         if word not in {"if", "while", "until", "for", "case", "{"}:
             self.only_bash(word)
-        self.reserved()
+        self.take_reserved()
         if word == "function":
             return self.function_keyword()
         if word == "coproc":
@@ -374,7 +374,7 @@ class _Reader(WordReader):
             found.append(redirect)
             self.blanks()
         # In `{ { a; } }` a reserved word follows, which the caller reads.
-        if (char := self.char()) and char not in "\n;&|)" and self.glimpse() is None:
+        if (char := self.char()) and char not in "\n;&|)" and self.peek_reserved() is None:
             raise Unreadable("a word directly after a compound command")
         return Block(block.nodes, block.scope, (*block.redirects, *found))
 
@@ -428,8 +428,8 @@ class _Reader(WordReader):
             raise Unreadable("the loop variable is not a valid name")
         self.newlines()
         words: list[Word] = []
-        if self.glimpse() == "in":
-            self.reserved()
+        if self.peek_reserved() == "in":
+            self.take_reserved()
             while True:
                 self.blanks()
                 word = self.word()
@@ -454,8 +454,8 @@ class _Reader(WordReader):
         nodes: list[Node] = [Bare((subject,))]
         while True:
             self.newlines()
-            if self.glimpse() == "esac":
-                self.reserved()
+            if self.peek_reserved() == "esac":
+                self.take_reserved()
                 return Block(tuple(nodes))
             self.take("(")
             patterns: list[Word] = []
@@ -477,7 +477,7 @@ class _Reader(WordReader):
                     self.only_bash(";;&")
             elif self.take(";&"):
                 self.only_bash(";&")
-            elif self.glimpse() != "esac":
+            elif self.peek_reserved() != "esac":
                 raise Unreadable("a branch of 'case' does not end with ';;'")
 
     def test(self) -> Block:
@@ -500,7 +500,7 @@ class _Reader(WordReader):
             if char in "()<>":
                 if char in "()" and self.at and self.text[self.at - 1] not in " \t\n()":
                     raise Unreadable("a pattern in '[[' that this reader does not support")
-                if char in "<>" and self.opens():
+                if char in "<>" and self.parenthesis_follows():
                     raise Unreadable("a process substitution in '[['")
                 self.at += 1
                 continue
@@ -526,10 +526,10 @@ class _Reader(WordReader):
         self.blanks()
         start = self.at
         self.facts.assign_anything("COPROC", "coproc")
-        if self.glimpse() is None and self.char() != "(":
+        if self.peek_reserved() is None and self.char() != "(":
             name = self.word()
             self.blanks()
-            if name is not None and name.plain and (self.char() == "(" or self.glimpse() in OPENING):
+            if name is not None and name.plain and (self.char() == "(" or self.peek_reserved() in OPENING):
                 if not NAME.fullmatch(name.plain):
                     raise Unreadable("the name of this coprocess is not a valid identifier")
                 self.facts.starts.add(name.at)
@@ -556,7 +556,7 @@ class _Reader(WordReader):
         self.newlines()
         if self.char() == "(":
             body: Node = self.with_redirects(self.parenthesised())
-        elif (word := self.glimpse()) in OPENING - {"function", "coproc"} and word is not None:
+        elif (word := self.peek_reserved()) in OPENING - {"function", "coproc"} and word is not None:
             body = self.compound(word)
         else:
             raise Unreadable("a function without a body")
@@ -574,7 +574,7 @@ class _Reader(WordReader):
             if redirect is not None:
                 redirects.append(redirect)
                 continue
-            if not words and (assignments or redirects) and self.glimpse() is not None:
+            if not words and (assignments or redirects) and self.peek_reserved() is not None:
                 raise Unreadable("a reserved word after a redirection or an assignment")
             word = self.word(command=not words)
             if word is None:

@@ -74,7 +74,7 @@ class Cursor:
                 raise Unreadable("a line continuation inside a token")
         return text[self.at] if self.at < len(text) else ""
 
-    def opens(self) -> bool:
+    def parenthesis_follows(self) -> bool:
         """Whether a parenthesis follows the next character, as in `<(`."""
         at = self.at + 1
         if self.text.startswith("\\\n", at):
@@ -115,7 +115,7 @@ class Cursor:
         self.at += 2
         return following
 
-    def single(self) -> str:
+    def single_quoted(self) -> str:
         """Consume a text in single quotes; return it without the quotes."""
         end = self.text.find("'", self.at + 1)
         if end < 0:

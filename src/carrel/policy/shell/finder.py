@@ -36,7 +36,7 @@ from carrel.policy.shell.syntax import (
     programs_of,
 )
 from carrel.policy.shell.variables import LOCALE, belongs_to, changes_what_runs, is_evaluated
-from carrel.policy.shell.wrappers import RUNNERS, Inside, base, inside
+from carrel.policy.shell.wrappers import RUNNERS, Wrapped, base, unwrap
 
 MOST_COMMANDS = 1000
 MOST_DIRECTORIES = 16
@@ -479,14 +479,14 @@ class _Finder:
         outer = self._via
         self._via = via
         self._note(argv, names)
-        found = inside(argv)
+        found = unwrap(argv)
         if found is not None:
             assert isinstance(argv[0], str)
             self._via = (*via, base(argv[0]))
-            self._inside(argv, found, redirects)
+            self._wrapped(argv, found, redirects)
         self._via = outer
 
-    def _inside(self, argv: tuple[Argument, ...], found: Inside, redirects: Sequence[Redirect]) -> None:
+    def _wrapped(self, argv: tuple[Argument, ...], found: Wrapped, redirects: Sequence[Redirect]) -> None:
         for reason in found.asks:
             self.facts.ask(reason)
         for operation, target in found.files:

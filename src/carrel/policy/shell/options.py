@@ -82,10 +82,8 @@ _GIT_GLOBAL = Program(
     _does("setting", "c") | _does("asks", "config-env exec-path git-dir work-tree super-prefix"), "C",
     word_set("namespace"),
 )  # fmt: skip
-_ZIP = Program(_does("text", "TT unzip-command") | _does("file", "O output-file lf logfile-path"), "bntxiP")
 _COMMANDS = re.compile(r"\+")
 _EDITOR = Program(_does("asks", "c S s u U i w W cmd startuptime"), "tT", asking=_COMMANDS)
-_SSH = Program(_does("asks", "o F S E P D L R W J I"), "bceilmpQw")
 
 _FORMAT = re.compile(r"(?!@)(?!.*%output\{).*", re.DOTALL)
 """Formats of `curl --write-out` that neither read nor write a file."""
@@ -114,7 +112,7 @@ PROGRAMS: dict[str, Program] = {
         "fCXKLNVbH",
         word_set("file directory exclude exclude-from transform xform owner group mode mtime strip-components"),
     ),
-    "zip": _ZIP,
+    "zip": Program(_does("text", "TT unzip-command") | _does("file", "O output-file lf logfile-path"), "bntxiP"),
     "cpio": Program(_does("asks", "rsh-command") | _does("file", "O"), "CEFHIMR"),
     "rsync": Program(
         _does("text", "e rsh rsync-path")
@@ -123,7 +121,7 @@ PROGRAMS: dict[str, Program] = {
         "fTB",
         word_set("exclude include files-from exclude-from include-from port bwlimit timeout chmod"),
     ),
-    "ssh": _SSH,
+    "ssh": Program(_does("asks", "o F S E P D L R W J I"), "bceilmpQw"),
     "scp": Program(_does("asks", "o F S D J"), "ciPlX"),
     "sftp": Program(_does("asks", "o F S D J b"), "BciPlRsX"),
     "man": Program(

@@ -14,7 +14,7 @@ from carrel.policy.shell.arguments import Argument
 
 @dataclass(slots=True)
 class Effects:
-    """What a program does because of its options or its script: shell texts and programs that it runs, files that it
+    """The effects of the options or the script of a program: shell texts and programs that it runs, files that it
     writes, and reasons to ask.
     """
 

@@ -71,7 +71,7 @@ class WordReader(Cursor, ABC):
             if not char:
                 break
             if char in META:
-                if char in "<>" and self.opens():
+                if char in "<>" and self.parenthesis_follows():
                     flush()
                     parts.append(self._process_substitution())
                     continue
@@ -81,7 +81,7 @@ class WordReader(Cursor, ABC):
                 parts.append(Text(self.escaped(), quoted=True))
             elif char == "'":
                 flush()
-                parts.append(Text(self.single(), quoted=True))
+                parts.append(Text(self.single_quoted(), quoted=True))
             elif char == '"':
                 flush()
                 parts += self._double()
@@ -146,7 +146,8 @@ class WordReader(Cursor, ABC):
         char = self.char()
         if char == "(":
             if self.follows("(("):
-                return [self._arithmetic_expansion(start, quoted=quoted)]
+                self.take("((")
+                return [self._made(start, quoted, names=(), programs=self.arithmetic())]
             self.at += 1
             program = self.substitution()
             return [self._made(start, quoted, names=_printed(program), programs=(program,))]
@@ -323,10 +324,10 @@ class WordReader(Cursor, ABC):
                 return parts
             if char in "'{" or (quoted and char in '"\\'):
                 if char == "'" and not quoted:
-                    parts.append(Text(self.single(), quoted=True))
+                    parts.append(Text(self.single_quoted(), quoted=True))
                     continue
                 raise Unreadable("quotes or braces inside an expansion ${…}")
-            if char in "<>" and self.opens():
+            if char in "<>" and self.parenthesis_follows():
                 raise Unreadable("a process substitution inside an expansion")
             if char == "\n":
                 self.no_line_end_in(char)
@@ -354,7 +355,7 @@ class WordReader(Cursor, ABC):
                 self.at += 1
                 break
             if char == "'":
-                parts.append(Text(self.single(), quoted=True))
+                parts.append(Text(self.single_quoted(), quoted=True))
             elif char == '"':
                 parts += self._double()
             elif char == "$":
@@ -378,11 +379,6 @@ class WordReader(Cursor, ABC):
                 self.facts.evaluate_text(part.text)
             else:
                 self.facts.evaluate(part.names, part.source)
-
-    def _arithmetic_expansion(self, start: int, *, quoted: bool) -> Expansion:
-        self.take("((")
-        programs = self.arithmetic()
-        return self._made(start, quoted, names=(), programs=programs)
 
     def arithmetic(self, *, more: str = "") -> tuple[Block, ...]:
         """Read an expression, including its two closing parentheses. It may also contain the characters of `more`."""

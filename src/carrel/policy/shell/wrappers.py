@@ -21,8 +21,10 @@ Arguments = Sequence[Argument]
 
 
 @dataclass(slots=True)
-class Inside:
-    """What a program runs (programs with their arguments, shell texts), and the environment that it gives them."""
+class Wrapped:
+    """The programs (with their arguments) and shell texts that a wrapper runs, and the environment
+    that it gives them.
+    """
 
     runs: list[tuple[Argument, ...]] = field(default_factory=list)
     scripts: list[tuple[str, Dialect, tuple[Argument, ...]]] = field(default_factory=list)
@@ -53,7 +55,7 @@ class _Options:
 
 
 class _NotKnown(Exception):
-    """What a program runs is not known; the message is the reason to ask."""
+    """The commands of a wrapper are unknown; the message is the reason to ask."""
 
 
 _PLAIN = _Options()
@@ -119,12 +121,12 @@ def base(name: str) -> str:
     return name.rsplit("/", 1)[-1]
 
 
-def inside(argv: Arguments) -> Inside | None:
+def unwrap(argv: Arguments) -> Wrapped | None:
     """Return what the program with these arguments runs; None if it is not known to run anything."""
     if not argv or not isinstance(argv[0], str):
         return None
     name, rest = base(argv[0]), tuple(argv[1:])
-    found = Inside()
+    found = Wrapped()
     try:
         if name in _SPECIAL:
             _SPECIAL[name](name, rest, found)
@@ -166,14 +168,14 @@ def module_of(rest: Arguments) -> tuple[str, tuple[Argument, ...]] | None:
     return None
 
 
-def _opaque(name: str, rest: Arguments, found: Inside) -> None:
+def _opaque(name: str, rest: Arguments, found: Wrapped) -> None:
     if _LOADER.fullmatch(name) and rest and isinstance(rest[0], str) and not rest[0].startswith("-"):
         found.runs.append(tuple(rest))
     elif rest:
         raise _NotKnown(f"{name} may run any program, and this reader does not support its arguments")
 
 
-def _tabled(name: str, rest: Arguments, found: Inside) -> None:
+def _tabled(name: str, rest: Arguments, found: Wrapped) -> None:
     options = _TABLE[name]
     at = _skip(name, rest, options)
     found.moves = found.moves or name in _BESIDE
@@ -192,7 +194,7 @@ def _tabled(name: str, rest: Arguments, found: Inside) -> None:
     _run(name, rest[at:], found)
 
 
-def _run(name: str, argv: Arguments, found: Inside) -> None:
+def _run(name: str, argv: Arguments, found: Wrapped) -> None:
     if not argv:
         return
     if not isinstance(argv[0], str):
@@ -200,7 +202,7 @@ def _run(name: str, argv: Arguments, found: Inside) -> None:
     found.runs.append(tuple(argv))
 
 
-def _script(name: str, argv: Arguments, found: Inside, dialect: Dialect, more: Arguments = ()) -> None:
+def _script(name: str, argv: Arguments, found: Wrapped, dialect: Dialect, more: Arguments = ()) -> None:
     if not argv or not isinstance(argv[0], str):
         raise _NotKnown(f"the text that {name} runs is known only at run time")
     found.scripts.append((argv[0], dialect, tuple(more)))
@@ -248,7 +250,7 @@ def _unknown_option(option: str, name: str) -> _NotKnown:
     return _NotKnown(f"option {option} of {name} is unknown to this reader")
 
 
-def _assignments(name: str, rest: Arguments, at: int, found: Inside) -> int:
+def _assignments(name: str, rest: Arguments, at: int, found: Wrapped) -> int:
     while at < len(rest):
         argument = rest[at]
         text = _begin(argument)
@@ -284,7 +286,7 @@ _SPLIT = re.compile(r"[A-Za-z0-9_./=:,+@%-]+(?: +[A-Za-z0-9_./=:,+@%-]+)*")
 _MOST_SPLITS = 20
 
 
-def _env(name: str, rest: Arguments, found: Inside) -> None:
+def _env(name: str, rest: Arguments, found: Wrapped) -> None:
     at, splits = 0, 0
     while at < len(rest):
         argument = rest[at]
@@ -328,7 +330,7 @@ _XARGS = _Options(
 )  # fmt: skip
 
 
-def _xargs(name: str, rest: Arguments, found: Inside) -> None:
+def _xargs(name: str, rest: Arguments, found: Wrapped) -> None:
     at = _skip(name, rest, _XARGS)
     mark = _mark(rest[:at])
     argv = rest[at:] or ("echo",)
@@ -372,7 +374,7 @@ _FIND_WRITES = frozenset({"-fprint", "-fprint0", "-fprintf", "-fls"})
 _FIND_RUNS = frozenset({"-exec", "-execdir", "-ok", "-okdir"})
 
 
-def _find(name: str, rest: Arguments, found: Inside) -> None:
+def _find(name: str, rest: Arguments, found: Wrapped) -> None:
     at = 0
     behind = dropwhile(lambda each: isinstance(each, str) and bool(re.fullmatch(r"-[HLP]|-O\d|--", each)), rest)
     starts = list(takewhile(lambda each: not isinstance(each, str) or each[:1] not in {"-", "(", "!"}, behind)) or ["."]
@@ -427,7 +429,7 @@ _SHELL_FLAGS = frozenset("efhmnuvxCEPTbl")
 _SAFE_SHELL_NAMES = frozenset({"--norc", "--noprofile", "--login", "--verbose"})
 
 
-def _shell(name: str, rest: Arguments, found: Inside) -> None:
+def _shell(name: str, rest: Arguments, found: Wrapped) -> None:
     dialect: Dialect = "bash" if name == "bash" else "sh"
     at, text, stdin = 0, False, False
     while at < len(rest):
@@ -469,7 +471,7 @@ SAFE_OPTIONS = word_set(
 """Names for `set -o` that do not change how the shell reads text."""
 
 
-def _watch(name: str, rest: Arguments, found: Inside) -> None:
+def _watch(name: str, rest: Arguments, found: Wrapped) -> None:
     options = _Options(
         "bcdegtwx", "nq", word_set("beep color differences errexit chgexit no-title no-wrap exec"), word_set("interval")
     )
@@ -483,7 +485,7 @@ def _watch(name: str, rest: Arguments, found: Inside) -> None:
         _script(name, (" ".join(str(each) for each in rest[at:]),), found, "sh")
 
 
-_SPECIAL: dict[str, Callable[[str, Arguments, Inside], None]] = {
+_SPECIAL: dict[str, Callable[[str, Arguments, Wrapped], None]] = {
     "env": _env,
     "xargs": _xargs,
     "find": _find,
