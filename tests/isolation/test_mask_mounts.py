@@ -188,7 +188,7 @@ def made():
     return sorted(set(os.listdir(place)) - {"file", "directory"})
 
 def order(**given):
-    return store.order(packed(**given))
+    return store.plan(packed(**given))
 
 programs._JUST_NOW_NS = 0
 """
@@ -256,11 +256,11 @@ def test_what_no_order_needs_is_given_up(tmp_path: Path) -> None:
         tmp_path,
         """
         before = len(os.listdir("/proc/self/fd"))
-        for number in range(3 * mask_mounts.MOST_ORDERS):
+        for number in range(3 * mask_mounts.MOST_PLANS):
             names = mask_mounts.read(order(programs=("curl", "wget"), refusal={"curl": str(number)})).programs.values()
             assert set(names) <= set(made())
-        assert len(made()) == mask_mounts.MOST_ORDERS + 1
-        assert len(os.listdir("/proc/self/fd")) == before + mask_mounts.MOST_ORDERS
+        assert len(made()) == mask_mounts.MOST_PLANS + 1
+        assert len(os.listdir("/proc/self/fd")) == before + mask_mounts.MOST_PLANS
         mask_mounts.MOST_MADE = 10
         names = mask_mounts.read(order(programs=("curl", "wget", "nc"))).programs.values()
         assert set(names) <= set(made())
@@ -282,7 +282,7 @@ def test_nonsense_leaves_the_store_as_it_was(tmp_path: Path) -> None:
         kept = made()
         for body in (b"", b"{}", packed(programs=("curl",)).replace(b"curl", b"../x")):
             try:
-                store.order(body)
+                store.plan(body)
             except InvalidRequest:
                 pass
             else:

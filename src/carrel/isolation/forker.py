@@ -202,7 +202,7 @@ class SandboxForker:
 
     def configure(self, child: Child, spec: sandbox.Spec, listener: int, masks: int = -1) -> None:
         """Send a forked child its limits, workspace, masks, and the socket that it will listen on."""
-        order = self._order(masks) if spec.masked else -1
+        plan = self._mask_plan(masks) if spec.masked else -1
         if self._isolate and spec.memory_mb is not None and "memory" not in self.cgroups.controllers:
             own_network = spec.network != "host"
             child.watched = watchdog.WatchedSandbox(child.pid, spec.memory_mb * 1024 * 1024, own_network=own_network)
@@ -212,15 +212,15 @@ class SandboxForker:
             if self._isolate:
                 self.cgroups.limit(child.group, spec.memory_mb, spec.cpus)
                 fds.append(self._workspace_mount(spec.workspace, child.pid))
-            socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds if order < 0 else [*fds, order])
+            socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds if plan < 0 else [*fds, plan])
         finally:
             for descriptor in fds[1:]:
                 os.close(descriptor)
 
-    def _order(self, masks: int) -> int:
+    def _mask_plan(self, masks: int) -> int:
         if self._covers is None:
             raise PlatformError("a sandbox without isolation cannot have masks")
-        return self._covers.order(wire.content(masks))
+        return self._covers.plan(wire.content(masks))
 
     def fork(self, *, rehearse: bool, own_network: bool = True) -> Child:
         """Fork a child that does the first part and then waits; `rehearse` when there is time for it."""
@@ -373,7 +373,7 @@ class SandboxForker:
             if self._isolate:
                 if spec.network == "bridge":
                     sandbox.hand_over_network(orders)
-                sandbox.complete(spec, fds[1], self._program, root=self._root, order_fd=fds[-1])
+                sandbox.complete(spec, fds[1], self._program, root=self._root, plan_fd=fds[-1])
                 for descriptor in fds[1:]:
                     os.close(descriptor)
                 if spec.watched:

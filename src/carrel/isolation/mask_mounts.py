@@ -29,7 +29,7 @@ from carrel.primitives.leftovers import remove_leftover
 
 MOST_COVERS = 4096
 LARGEST_WALK = 1_000_000
-MOST_MADE, MOST_ORDERS = 4 * MOST_COVERS, 64
+MOST_MADE, MOST_PLANS = 4 * MOST_COVERS, 64
 _SIZE = "size=256m,nr_inodes=32768,mode=0755"
 _NEEDED = ("/dev", "/proc", rootfs.SECRETS, "/sys", "/tmp", rootfs.HOME)
 _FILE, _DIRECTORY = "file", "directory"
@@ -49,7 +49,7 @@ class MaskPlan:
 
 @dataclass(frozen=True)
 class _Kept:
-    order: int
+    plan: int
     stamps: Stamps
     covers: frozenset[str]
 
@@ -72,22 +72,22 @@ class Store:
         finally:
             os.close(seen)
         self._uses: Counter[str] = Counter()  # how many plans use each cover
-        self._orders: dict[bytes, _Kept] = {}
+        self._plans: dict[bytes, _Kept] = {}
         self._write(_FILE, b"", 0)
         os.mkdir(_DIRECTORY, 0, dir_fd=self._writable)
 
-    def order(self, content: bytes) -> int:
+    def plan(self, content: bytes) -> int:
         """Return the plan for packed masks, as a file in memory that the store keeps. Its covers exist."""
         key = hashlib.sha256(content).digest()
-        kept = self._orders.get(key)
+        kept = self._plans.get(key)
         if kept is None or not is_unchanged(kept.stamps, self._root):
             kept = self._find(unpack(content))
             self._forget(key)  # only now: the new plan may use the same covers
-        self._orders.pop(key, None)
-        self._orders[key] = kept  # the last one now
-        while len(self._orders) > 1 and (len(self._orders) > MOST_ORDERS or len(self._uses) > MOST_MADE):
-            self._forget(next(iter(self._orders)))
-        return kept.order
+        self._plans.pop(key, None)
+        self._plans[key] = kept  # the last one now
+        while len(self._plans) > 1 and (len(self._plans) > MOST_PLANS or len(self._uses) > MOST_MADE):
+            self._forget(next(iter(self._plans)))
+        return kept.plan
 
     def _find(self, masks: Masks) -> _Kept:
         catalogue = Catalogue(self._root)
@@ -95,17 +95,17 @@ class Store:
         names = {program: self._cover(masks.text(program)) for program, paths in found.items() if paths}
         programs = {path: names[program] for program in reversed(found) for path in found[program]}
         places = {"writable": masks.writable, "readonly": masks.readonly}
-        order = in_memory({"programs": programs, "hidden": masks.hidden, **places})
+        plan = in_memory({"programs": programs, "hidden": masks.hidden, **places})
         covers = frozenset(names.values())
         self._uses.update(covers)
-        return _Kept(order, catalogue.stamps, covers)
+        return _Kept(plan, catalogue.stamps, covers)
 
     def _forget(self, key: bytes) -> None:
         """Drop a plan and its unused covers. Sandboxes keep theirs: a mount outlives the name of the mounted file."""
-        kept = self._orders.pop(key, None)
+        kept = self._plans.pop(key, None)
         if kept is None:
             return
-        os.close(kept.order)
+        os.close(kept.plan)
         for name in kept.covers:
             self._uses[name] -= 1
             if not self._uses[name]:
@@ -134,36 +134,36 @@ def read(descriptor: int) -> MaskPlan:
     return MaskPlan(**json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0)))
 
 
-def pivot_masked(root: str, order: MaskPlan, store: str) -> None:
+def pivot_masked(root: str, plan: MaskPlan, store: str) -> None:
     """Pivot into `root` and cover what is masked. Raises when something cannot be covered: then no sandbox may start.
 
     `store` is the directory of the covers in the old root.
     """
     covers = os.open(store, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        linux.pivot_into(root, lambda: _apply(order, covers))
+        linux.pivot_into(root, lambda: _apply(plan, covers))
     finally:
         os.close(covers)
 
 
-def _apply(order: MaskPlan, covers: int) -> None:
+def _apply(plan: MaskPlan, covers: int) -> None:
     """Apply the plan. Paths are resolved in the sandbox's own root, where nothing runs yet that could change it."""
-    places = [] if order.writable is None else _open_places(order.writable)
+    places = [] if plan.writable is None else _open_places(plan.writable)
     try:
-        hidden = _bounded(search(order.hidden))
-        readonly, busy = _unwritable(order.readonly)
+        hidden = _bounded(search(plan.hidden))
+        readonly, busy = _unwritable(plan.readonly)
         pins = {above: True for path, count in hidden for above in _above(path, count)}
         pins |= {above: True for path in (*readonly, *busy) for above in _above(path)} | busy
-        _bounded((*order.programs, *hidden, *readonly, *pins))
+        _bounded((*plan.programs, *hidden, *readonly, *pins))
         _pin(pins, covers)
-        if order.writable is not None:
+        if plan.writable is not None:
             _narrow(places)
     finally:
         for tree, _ in places:
             os.close(tree)
     for path in readonly:  # before anything is hidden in them
         _make_read_only(path)
-    for path, cover in order.programs.items():
+    for path, cover in plan.programs.items():
         _attach(covers, cover, path)
     for path, _ in hidden:
         try:

@@ -85,7 +85,7 @@ def prepare(
         linux.bring_up_loopback()
         way_out = _hand_over_way_out(orders)
     socket.sethostname("carrel")
-    if _order(orders, 16)[0] != b"mapped":
+    if _next_message(orders, 16)[0] != b"mapped":
         raise OSError("the zygote gave up")
     budgets.hold_notifications(notifications)
     budgets.limit_process()
@@ -111,7 +111,7 @@ def _hand_over_way_out(orders: socket.socket) -> socket.socket:
     try:
         socket.send_fds(orders, [WAY_OUT], [way_out.fileno()])
     except BrokenPipeError:
-        os._exit(0)  # the zygote is gone, as in `_order`
+        os._exit(0)  # the zygote is gone, as in `_next_message`
     return way_out
 
 
@@ -136,12 +136,12 @@ def hand_over_memory(orders: socket.socket) -> None:
             os.close(descriptor)
 
 
-def complete(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order_fd: int = -1) -> None:
+def complete(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, plan_fd: int = -1) -> None:
     """Do the second part: set up what was requested, then drop every privilege for good."""
     plan = rootfs.private_plan(spec.memory_mb, spec.resolver)
     rootfs.apply_plan(plan, BASE, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
     if spec.masked:
-        mask_mounts.pivot_masked(BASE, mask_mounts.read(order_fd), COVERS)
+        mask_mounts.pivot_masked(BASE, mask_mounts.read(plan_fd), COVERS)
     else:
         linux.pivot_into(BASE)
     if spec.watched and spec.network != "host":
@@ -161,13 +161,13 @@ def complete(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, order
 
 def receive(orders: socket.socket) -> tuple[Spec, list[int]]:
     """Wait for the request. The descriptors are the listening socket, the workspace and the masks."""
-    message, fds = _order(orders, MAX_MESSAGE, 3)
+    message, fds = _next_message(orders, MAX_MESSAGE, 3)
     for descriptor in fds:  # a process that inherits the listening socket could answer instead of the supervisor
         os.set_inheritable(descriptor, False)
     return Spec(**json.loads(message)), fds
 
 
-def _order(orders: socket.socket, size: int, most: int = 0) -> tuple[bytes, list[int]]:
+def _next_message(orders: socket.socket, size: int, most: int = 0) -> tuple[bytes, list[int]]:
     """Return the next message of the zygote, with its descriptors. Exits when the zygote is gone."""
     try:
         message, fds, _flags, _address = socket.recv_fds(orders, size, most)

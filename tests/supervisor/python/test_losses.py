@@ -19,7 +19,7 @@ from carrel.supervisor.app import Supervisor
 from carrel.supervisor.command import exit_of
 from carrel.supervisor.reaper import kill_below, processes
 
-class Born:
+class SandboxFacts:
     isolated, memory_mb, way_out_port, refusing, trust, secrets_fd, listener = False, 256, None, None, False, -1, None
     workspace = home = sys.argv[1]
     env = {}
@@ -46,7 +46,7 @@ ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
 loop = asyncio.SelectorEventLoop()
 supervisor = Supervisor()
 supervisor.commands.watch(loop)
-supervisor.configure(loop, Born())
+supervisor.configure(loop, SandboxFacts())
 """
 
 FINISH = """
@@ -141,7 +141,7 @@ def test_the_end_of_the_host_before_is_not_that_of_the_next(tmp_path: Path) -> N
                 if before in context._ending:  # else it was too quick
                     break
                 await asked.finished
-                os.unlink(Born.workspace + "/ready")
+                os.unlink(SandboxFacts.workspace + "/ready")
             os.kill(before.pid, signal.SIGKILL)
             await until(lambda: before not in context._ending)
             async with asyncio.timeout(30):
