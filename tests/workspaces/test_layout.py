@@ -53,7 +53,7 @@ def workspace(layout: Layout, name: str, *, ephemeral: bool = False) -> Path:
     return path
 
 
-def test_furnish(layout: Layout) -> None:
+def test_prepare_workspace(layout: Layout) -> None:
     path = workspace(layout, "agent:1")
     assert set(os.listdir(path)) == {*SUBDIRECTORIES, CONTEXT_FILE}
     described = json.loads((path / CONTEXT_FILE).read_text())
@@ -72,7 +72,7 @@ def test_furnish(layout: Layout) -> None:
         assert stat.S_IMODE(os.stat(each).st_mode) == 0o700
 
 
-def test_furnish_again_keeps_files_and_date(layout: Layout) -> None:
+def test_prepare_workspace_again_keeps_files_and_date(layout: Layout) -> None:
     path = workspace(layout, "a")
     first = json.loads((path / CONTEXT_FILE).read_text())
     (path / "data" / "kept").write_text("x")
