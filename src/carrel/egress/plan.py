@@ -1,4 +1,4 @@
-"""What the control plane sends to the proxy: the plan of a sandbox, with its policy and what only the proxy may know.
+"""The plan of a sandbox, which the control plane sends to the proxy: its policy, and what only the proxy may know.
 
 Plans hold credentials. They travel over a `carrel.primitives.channel` in a memory file, and are never shown or logged.
 The control plane sends `attach`, `change` and `detach` of a sandbox, `answer` to a question, `ack` of log entries,

@@ -153,7 +153,7 @@ async def test_so_it_does_for_one_more_request_over_the_same_connection() -> Non
             ground.outbound.change(asks)
             ground.person.before = lambda now=now: ground.outbound.change(now)  # type: ignore[misc]
             with pytest.raises(Refused) as refused:
-                await ground.outbound.again(ground.access(), target, first)
+                await ground.outbound.admit_again(ground.access(), target, first)
             assert refused.value.code == "denied_by_policy"
             assert ground.outbound.budget.open == 0
 
@@ -260,12 +260,12 @@ async def test_one_more_request_over_the_same_connection() -> None:
         first, second = ground.access(), ground.access()
         made = await ground.outbound.open(first, Target("a.test", port))
         ground.outbound.close(first)
-        await ground.outbound.again(second, Target("a.test", port), first)
+        await ground.outbound.admit_again(second, Target("a.test", port), first)
         assert second.address == OPEN
         ground.outbound.close(second)
         ground.outbound.change(plan(deny=["a.test"]))
         with pytest.raises(Refused):
-            await ground.outbound.again(ground.access(), Target("a.test", port), first)
+            await ground.outbound.admit_again(ground.access(), Target("a.test", port), first)
         made.close()
         assert ground.names.asked == ["a.test"]
         assert len(ground.records.closed_) == 3

@@ -249,7 +249,7 @@ class Relay:
             # The tunnel was opened for its first request: one record is for both.
             access, tunnel.access.method, tunnel.access.path = tunnel.access, access.method, access.path
             return await self._exchange(_Exchange(request, target, path, tunnel.server, access, outbound.meter(access)))
-        await outbound.within(access, target, tunnel.access)
+        await outbound.admit_in_tunnel(access, target, tunnel.access)
         with self._recorded(access):
             if tunnel.credentials is not None and tunnel.credentials() is not credentials:
                 raise _changed()
@@ -279,7 +279,7 @@ class Relay:
                 stream = SocketStream(await outbound.open(access, target))
             else:
                 stream = before.stream
-                await outbound.again(access, target, before.access)
+                await outbound.admit_again(access, target, before.access)
             self._server = _Server(target, stream, access)
             exchange = _Exchange(request, target, path, stream, access, outbound.meter(access))
             try:
@@ -445,7 +445,7 @@ class Relay:
         access = Access(outbound.plan.sandbox, "index", method=request.method, path=_logged(request.target))
         packages = outbound.packages()
         access.verdict = outbound.front.decide(request.target, packages)
-        outbound.begin(access)
+        outbound.admit_without_connection(access)
         with self._recorded(access):
             headers = {name.decode().lower(): value.decode("latin-1") for name, value in request.headers}
             answer = await outbound.front.answer(request.method, request.target, headers, packages)

@@ -100,7 +100,7 @@ class InstallBudget:
 
 @dataclass(frozen=True, slots=True)
 class Packages:
-    """What one sandbox may install. Names are normalised; `allowed` None allows every package."""
+    """The packages that one sandbox may install. Names are normalised; `allowed` None allows every package."""
 
     indexes: tuple[Index, ...]
     """In order: a project of an earlier index is never taken from a later one."""

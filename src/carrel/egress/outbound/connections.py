@@ -94,14 +94,14 @@ class Outbound:
             self.refuse(access, error)
             raise
         access.address = str(found[0]) if found else None  # logged before anything is sent there
-        self._begin(access, entered=True)
+        self._report_open(access, entered=True)
         try:
             return await self._dial(target, found, access)
         except BaseException as error:
             self.close(access, error)
             raise
 
-    async def again(self, access: Access, target: Target, before: Access) -> None:
+    async def admit_again(self, access: Access, target: Target, before: Access) -> None:
         """Admit another request over the connection that `before` opened to the same target. The request is decided and
         reported by itself, but nothing is looked up or dialled. It counts as a connection, unless `before` still does.
         Raises `Refused`.
@@ -125,33 +125,33 @@ class Outbound:
                 self.budget.leave()
             self.refuse(access, error)
             raise
-        self._begin(access, entered=entering)
+        self._report_open(access, entered=entering)
 
-    async def within(self, access: Access, target: Target, tunnel: Access) -> None:
-        """Admit a request inside a tunnel, as `again` does. A person who was asked about the tunnel, or about a request
-        in it, is not asked again.
+    async def admit_in_tunnel(self, access: Access, target: Target, tunnel: Access) -> None:
+        """Admit a request inside a tunnel, as `admit_again` does. A person who was asked about the tunnel, or about a
+        request in it, is not asked again.
         """
         asks = self._verdict(target).asks
         if asks and tunnel.verdict.rule is None:
             access.target, access.address, access.upstream = target, tunnel.address, tunnel.upstream
             access.verdict = tunnel.verdict
-            self.begin(access)
+            self.admit_without_connection(access)
             return
-        await self.again(access, target, tunnel)
+        await self.admit_again(access, target, tunnel)
         if asks:
             tunnel.verdict = access.verdict
 
-    def begin(self, access: Access) -> None:
+    def admit_without_connection(self, access: Access) -> None:
         """Report an access that was allowed elsewhere and needs no connection. Raises `Refused`."""
         try:
             self.budget.count()
         except Refused as refusal:
             self.refuse(access, refusal)
             raise
-        self._begin(access, entered=False)
+        self._report_open(access, entered=False)
 
     def refuse(self, access: Access, error: BaseException) -> None:
-        """Report a refused access. `open` and `again` call it themselves."""
+        """Report a refused access. `open` and `admit_again` call it themselves."""
         access.result = _code(error)
         if isinstance(error, Refused):
             if not (access.verdict.denies and access.verdict.reason):
@@ -294,7 +294,7 @@ class Outbound:
             access.verdict = Verdict("deny", f"{target} is the proxy itself", hint=hint)
             raise Refused(access.verdict)
 
-    def _begin(self, access: Access, *, entered: bool) -> None:
+    def _report_open(self, access: Access, *, entered: bool) -> None:
         try:
             self.report.opened(access)
         except BaseException:
