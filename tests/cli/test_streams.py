@@ -48,7 +48,7 @@ def ended(**how: object) -> CommandInfo:
         ({"signal": "SIGKILL"}, 137, ""),
         ({"signal": "SIG34"}, 128, ""),
         ({"exit_code": 0, "dropped_bytes": 5}, 0, "5 bytes"),
-        ({"signal": "SIGKILL", "timed_out": True}, 124, "deadline"),
+        ({"signal": "SIGKILL", "timed_out": True}, 124, "timed out"),
         ({"signal": "SIGKILL", "oom_killed": True}, 137, "out of memory"),
     ],
 )

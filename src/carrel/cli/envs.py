@@ -9,7 +9,7 @@ import typer
 from carrel.cli import options
 from carrel.cli.connecting import attached, connected
 from carrel.cli.failures import note
-from carrel.cli.printing import age, plain, print_done, print_json, print_table, size
+from carrel.cli.printing import age, plain, print_done, print_items, print_json, size
 
 if TYPE_CHECKING:
     from carrel.models import EnvironmentInfo
@@ -44,23 +44,13 @@ def ls(json: options.Json = False) -> None:
     """
     with connected() as client:
         found = client.envs.list()
-    if json:
-        print_json(found)
-        return
-    rows = [
-        [
-            " ".join([*each.labels, *(f"(template {name})" for name in each.templates)]) or "-",
-            each.name,
-            each.python,
-            _packages(each),
-            size(each.size),
-            age(each.created_at),
-            age(each.last_used_at) + (" in use" if each.in_use else ""),
-        ]
-        for each in found
-    ]
-    if rows:
-        print_table(["LABEL", "NAME", "PYTHON", "PACKAGES", "SIZE", "CREATED", "USED"], rows)
+    print_items(found, json, ["LABEL", "NAME", "PYTHON", "PACKAGES", "SIZE", "CREATED", "USED"], _row)
+
+
+def _row(info: EnvironmentInfo) -> list[str]:
+    labels = " ".join([*info.labels, *(f"(template {name})" for name in info.templates)]) or "-"
+    used = age(info.last_used_at) + (" in use" if info.in_use else "")
+    return [labels, info.name, info.python, _packages(info), size(info.size), age(info.created_at), used]
 
 
 @app.command("build")

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json as encoding
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from carrel.cli import options
 from carrel.cli.connecting import attached, connected, explaining_approval, with_approval
 from carrel.cli.failures import note
-from carrel.cli.printing import plain, print_done, print_json, print_line, print_table
+from carrel.cli.printing import plain, print_done, print_items, print_json, print_line
 from carrel.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from carrel.models import McpServerInfo
 
 app = typer.Typer(help="MCP servers that run in the sandbox of a context.", no_args_is_help=True)
 
@@ -29,21 +32,13 @@ def ls(context: options.Context, json: options.Json = False) -> None:
     """
     with attached(context) as box:
         found = box.mcp.list()
-    if json:
-        print_json(found)
-        return
-    rows = [
-        [
-            each.name,
-            each.state if each.enabled else "disabled",
-            str(each.tools),
-            " ".join(each.command)[:60] or "run by the operator",
-            (each.discovery_error or each.reason or "-")[:60],
-        ]
-        for each in found
-    ]
-    if rows:
-        print_table(["SERVER", "STATE", "TOOLS", "COMMAND", "PROBLEM"], rows)
+    print_items(found, json, ["SERVER", "STATE", "TOOLS", "COMMAND", "PROBLEM"], _row)
+
+
+def _row(info: McpServerInfo) -> list[str]:
+    state = info.state if info.enabled else "disabled"
+    command = " ".join(info.command)[:60] or "run by the operator"
+    return [info.name, state, str(info.tools), command, (info.discovery_error or info.reason or "-")[:60]]
 
 
 @app.command("add", context_settings={"allow_interspersed_args": False})
@@ -112,11 +107,12 @@ def tools(
                 if asked.error is not None:
                     note(f"{each}: {plain(asked.error)}")
         found = box.mcp.tools(server)
-    if json:
-        print_json(found)
-    elif found:
-        rows = [[each.qualified, (each.description or each.title or "-").partition("\n")[0][:80]] for each in found]
-        print_table(["TOOL", "DESCRIPTION"], rows)
+    print_items(
+        found,
+        json,
+        ["TOOL", "DESCRIPTION"],
+        lambda tool: [tool.qualified, (tool.description or tool.title or "-").partition("\n")[0][:80]],
+    )
 
 
 @app.command("call")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
     from rich.text import Text
 
+T = TypeVar("T")
 _GAP = 2
 _NARROWEST = 6
 _NAMES = {"ID", "CONTEXT"}
@@ -58,6 +59,16 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str | Text]], *,
     for row in cells:
         table.add_row(*row)
     console.print(table)
+
+
+def print_items(
+    items: Sequence[T], json: bool, columns: Sequence[str], row: Callable[[T], Sequence[str | Text]]
+) -> None:
+    """Print a list as JSON, or as a table with one row per item; no table when it is empty."""
+    if json:
+        print_json(items)
+    elif items:
+        print_table(columns, [row(item) for item in items])
 
 
 def fitting(widths: Sequence[int], room: int, least: Sequence[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
@@ -16,11 +16,9 @@ from carrel.cli.progress import waiting
 from carrel.errors import CarrelError, Denied, NotFound
 
 if TYPE_CHECKING:
-    import asyncio
-
     from rich.text import Text
 
-    from carrel.client import AsyncClient, Client
+    from carrel.client import Client
     from carrel.models import SandboxInfo, WorkspaceUsage
 
 _AT_ONCE = 16
@@ -86,8 +84,6 @@ def _show(found: Sequence[tuple[SandboxInfo, int | None]], *, files: bool = Fals
 
 
 async def _sandboxes(*, all_states: bool) -> list[tuple[SandboxInfo, int | None]]:
-    import asyncio
-
     from carrel.client import AsyncClient
     from carrel.models import State
 
@@ -95,23 +91,29 @@ async def _sandboxes(*, all_states: bool) -> list[tuple[SandboxInfo, int | None]
         known = {info.id: info async for info in client.sandboxes()}
         if all_states:  # after the live ones, so that a sandbox that ends meanwhile is not missed
             known |= {info.id: info async for info in client.sandboxes(state=State.TERMINATED)}
-        found = [*known.values()]
-        gate = asyncio.Semaphore(_AT_ONCE)
-        counts = await asyncio.gather(*(_running_commands(client, info, gate) for info in found))
-    return list(zip(found, counts, strict=True))
+
+        async def count(info: SandboxInfo) -> int | None:
+            return (await client.attach(info).health()).commands_running if info.state is State.RUNNING else None
+
+        return await _ask_each(list(known.values()), count)
 
 
-async def _running_commands(client: AsyncClient, info: SandboxInfo, gate: asyncio.Semaphore) -> int | None:
-    from carrel.models import State
+async def _ask_each(
+    found: list[SandboxInfo], ask: Callable[[SandboxInfo], Awaitable[Result]]
+) -> list[tuple[SandboxInfo, Result | None]]:
+    """Ask each sandbox, several at a time. One that does not answer gets None and does not hide the others."""
+    import asyncio
 
-    if info.state is not State.RUNNING:
-        return None
-    async with gate:
-        try:
-            return (await client.attach(info).health()).commands_running
-        except CarrelError:
-            # A sandbox that does not answer must not hide the others.
-            return None
+    at_once = asyncio.Semaphore(_AT_ONCE)
+
+    async def answer(info: SandboxInfo) -> Result | None:
+        async with at_once:
+            try:
+                return await ask(info)
+            except CarrelError:
+                return None
+
+    return list(zip(found, await asyncio.gather(*map(answer, found)), strict=True))
 
 
 def _commands(context: str, *, json: bool) -> None:
@@ -220,8 +222,6 @@ def _disk(*, json: bool) -> None:
 
 
 async def _usages(context: str | None) -> list[tuple[SandboxInfo, WorkspaceUsage]]:
-    import asyncio
-
     from carrel.client import AsyncClient
     from carrel.models import State
 
@@ -231,17 +231,8 @@ async def _usages(context: str | None) -> list[tuple[SandboxInfo, WorkspaceUsage
             return [(info, await client.attach(info).usage())]
         found = [info async for info in client.sandboxes()]
         found += [info async for info in client.sandboxes(state=State.TERMINATED) if info.files_kept]
-        gate = asyncio.Semaphore(_AT_ONCE)
-
-        async def asked(info: SandboxInfo) -> tuple[SandboxInfo, WorkspaceUsage] | None:
-            async with gate:
-                try:
-                    return info, await client.attach(info).usage()
-                except CarrelError:
-                    # A sandbox that has just ended, or is on another server, must not hide the others.
-                    return None
-
-        return [each for each in await asyncio.gather(*(asked(info) for info in found)) if each is not None]
+        answers = await _ask_each(found, lambda info: client.attach(info).usage())
+        return [(info, usage) for info, usage in answers if usage is not None]
 
 
 def rm(

@@ -12,7 +12,7 @@ import typer
 from carrel.cli import options
 from carrel.cli.connecting import connected
 from carrel.cli.failures import note
-from carrel.cli.printing import age, print_done, print_json, print_table
+from carrel.cli.printing import age, print_done, print_items, print_json
 from carrel.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -73,13 +73,8 @@ def ls(owner: Owner, template: OfTemplate = False, json: options.Json = False) -
     """
     with connected() as client:
         found = _of(client, owner, template).list()
-    if json:
-        print_json(found)
-        return
-    if found:
-        print_table(
-            ["NAME", "VERSION", "CHANGED"], [[each.name, str(each.version), age(each.updated_at)] for each in found]
-        )
+    columns = ["NAME", "VERSION", "CHANGED"]
+    print_items(found, json, columns, lambda each: [each.name, str(each.version), age(each.updated_at)])
 
 
 @app.command("rm")

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from carrel.cli import options
 from carrel.cli.connecting import connected
-from carrel.cli.printing import coloured, print_json, print_table
+from carrel.cli.printing import coloured, print_items
 
 if TYPE_CHECKING:
     from rich.text import Text
+
+    from carrel.models import TemplateInfo
 
 
 def templates(json: options.Json = False) -> None:
@@ -20,16 +22,13 @@ def templates(json: options.Json = False) -> None:
     """
     with connected() as client:
         found = client.templates()
-    if json:
-        print_json(found)
-        return
-    rows: list[list[str | Text]] = []
-    for each in found:
-        policy = " ".join(name for name, there in (("settings", each.settings), ("sources", each.sources)) if there)
-        limits = " ".join(f"{name}={value:g}" for name, value in each.limits.model_dump(exclude_none=True).items())
-        about: str | Text = each.description if each.error is None else coloured(each.error, "red")
-        network = "-" if each.network is None else each.network.value
-        packages = f"{len(each.packages)} {'ready' if each.built else 'on first use'}" if each.packages else "-"
-        rows.append([each.name, each.provider or "-", network, limits or "-", policy or "-", packages, about])
-    if rows:
-        print_table(["NAME", "PROVIDER", "NETWORK", "LIMITS", "POLICY", "PACKAGES", "DESCRIPTION"], rows)
+    print_items(found, json, ["NAME", "PROVIDER", "NETWORK", "LIMITS", "POLICY", "PACKAGES", "DESCRIPTION"], _row)
+
+
+def _row(info: TemplateInfo) -> list[str | Text]:
+    policy = " ".join(name for name, there in (("settings", info.settings), ("sources", info.sources)) if there)
+    limits = " ".join(f"{name}={value:g}" for name, value in info.limits.model_dump(exclude_none=True).items())
+    about: str | Text = info.description if info.error is None else coloured(info.error, "red")
+    network = "-" if info.network is None else info.network.value
+    packages = f"{len(info.packages)} {'ready' if info.built else 'on first use'}" if info.packages else "-"
+    return [info.name, info.provider or "-", network, limits or "-", policy or "-", packages, about]

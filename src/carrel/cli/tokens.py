@@ -11,7 +11,7 @@ import typer
 from carrel.cli import options
 from carrel.cli.connecting import connected
 from carrel.cli.failures import note
-from carrel.cli.printing import age, coloured, print_done, print_json, print_table
+from carrel.cli.printing import age, coloured, print_done, print_items, print_json
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -70,10 +70,7 @@ def ls(
     """
     with connected() as client:
         found = [info for info in client.tokens.list() if every or _state(info) == "good"]
-    if json:
-        print_json(found)
-    elif found:
-        _show(found)
+    print_items(found, json, ["ID", "WHO", "SCOPES", "REACHES", "STATE", "AGE", "USED", "EXPIRES"], _row)
 
 
 @app.command("revoke")
@@ -95,21 +92,17 @@ def revoke(
         print_done(revoked=ids)
 
 
-def _show(found: list[TokenInfo]) -> None:
-    rows: list[list[str | Text]] = [
-        [
-            info.id,
-            f"{info.kind}:{info.name}",
-            ", ".join(info.scopes),
-            ", ".join(info.contexts) if info.contexts else f"{info.namespace}:*" if info.namespace else "everything",
-            coloured(state := _state(info), _COLOURS[state]),
-            age(info.created_at),
-            age(info.used_at) if info.used_at else "never",
-            f"{info.expires_at.astimezone():%Y-%m-%d %H:%M}" if info.expires_at else "never",
-        ]
-        for info in found
+def _row(info: TokenInfo) -> list[str | Text]:
+    return [
+        info.id,
+        f"{info.kind}:{info.name}",
+        ", ".join(info.scopes),
+        ", ".join(info.contexts) if info.contexts else f"{info.namespace}:*" if info.namespace else "everything",
+        coloured(state := _state(info), _COLOURS[state]),
+        age(info.created_at),
+        age(info.used_at) if info.used_at else "never",
+        f"{info.expires_at.astimezone():%Y-%m-%d %H:%M}" if info.expires_at else "never",
     ]
-    print_table(["ID", "WHO", "SCOPES", "REACHES", "STATE", "AGE", "USED", "EXPIRES"], rows)
 
 
 def _state(info: TokenInfo) -> str:

@@ -94,40 +94,22 @@ __all__ = [
     "locate",
 ]
 
-_SHARED = {"Chunk": "output", "Listing": "listing", "Output": "output"}
-_CLIENTS = {
-    "Approvals": "approvals",
-    "Audit": "audit",
-    "Client": "client",
-    "Command": "commands",
-    "Commands": "commands",
-    "Environments": "envs",
-    "Files": "files",
-    "Filespace": "filespace",
-    "Mcp": "mcp",
-    "OutputStream": "commands",
-    "Policy": "policies",
-    "CellStream": "python",
-    "CodeContext": "python",
-    "Python": "python",
-    "Secrets": "secrets",
-    "StatelessPython": "stateless",
-    "Sandbox": "sandbox",
-    "SandboxEnvironments": "envs",
-    "Terminal": "terminal",
-    "Tokens": "tokens",
-}
-_HOMES = {
-    **_SHARED,
-    **{name: f"_sync.{home}" for name, home in _CLIENTS.items()},
-    **{f"Async{name}": f"_async.{home}" for name, home in _CLIENTS.items()},
-}
+_MODULES = {
+    "approvals": "Approvals", "audit": "Audit", "client": "Client", "commands": "Command Commands OutputStream",
+    "envs": "Environments SandboxEnvironments", "files": "Files", "filespace": "Filespace", "mcp": "Mcp",
+    "policies": "Policy", "python": "CellStream CodeContext Python", "sandbox": "Sandbox", "secrets": "Secrets",
+    "stateless": "StatelessPython", "terminal": "Terminal", "tokens": "Tokens",
+}  # fmt: skip
+_MODULE_OF = {"Chunk": "output", "Listing": "listing", "Output": "output"}
+for _module, _names in _MODULES.items():
+    for _name in _names.split():
+        _MODULE_OF |= {_name: f"_sync.{_module}", f"Async{_name}": f"_async.{_module}"}
 
 
 def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
+    module = _MODULE_OF.get(name)
+    if module is None:
         raise AttributeError(f"module 'carrel.client' has no attribute '{name}'")
-    value: object = getattr(import_module(f"carrel.client.{home}"), name)
+    value: object = getattr(import_module(f"carrel.client.{module}"), name)
     globals()[name] = value
     return value

@@ -7,13 +7,12 @@ import inspect
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable
 from typing import IO, TypeVar
 
-from carrel.errors import InvalidRequest
+from carrel.client._io_sync import CHUNK, Progress, checked_piece
+
+__all__ = ["CHUNK", "Progress", "Source", "blocking", "pieces"]
 
 T = TypeVar("T")
 Source = bytes | bytearray | memoryview | str | IO[bytes] | Iterable[bytes] | AsyncIterable[bytes]
-Progress = Callable[[int], object]
-
-CHUNK = 256 * 1024
 
 
 async def blocking(function: Callable[..., T], *arguments: object) -> T:
@@ -24,13 +23,7 @@ async def blocking(function: Callable[..., T], *arguments: object) -> T:
 async def pieces(source: Source, progress: Progress | None = None) -> AsyncIterator[bytes]:
     """Yield the bytes of a source in pieces; `progress` is called with the size of each."""
     async for piece in _pieces(source):
-        if not isinstance(piece, bytes | bytearray | memoryview):
-            raise InvalidRequest(
-                f"the source gave {type(piece).__name__}, not bytes",
-                field="data",
-                hint="open files in binary mode",
-            )
-        yield bytes(piece)
+        yield checked_piece(piece)
         if progress is not None:
             progress(len(piece))
 

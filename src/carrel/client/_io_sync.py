@@ -22,15 +22,18 @@ def blocking(function: Callable[..., T], *arguments: object) -> T:
 def pieces(source: Source, progress: Progress | None = None) -> Iterator[bytes]:
     """Yield the bytes of a source in pieces; `progress` is called with the size of each."""
     for piece in _pieces(source):
-        if not isinstance(piece, bytes | bytearray | memoryview):
-            raise InvalidRequest(
-                f"the source gave {type(piece).__name__}, not bytes",
-                field="data",
-                hint="open files in binary mode",
-            )
-        yield bytes(piece)
+        yield checked_piece(piece)
         if progress is not None:
             progress(len(piece))
+
+
+def checked_piece(piece: object) -> bytes:
+    """Check that a source gives bytes."""
+    if not isinstance(piece, bytes | bytearray | memoryview):
+        raise InvalidRequest(
+            f"the source gave {type(piece).__name__}, not bytes", field="data", hint="open files in binary mode"
+        )
+    return bytes(piece)
 
 
 def _pieces(source: Source) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ Timeout = float | Literal["default"] | None
 """
 
 
-def seconds(timeout: object) -> float | None:
+def checked_seconds(timeout: object) -> float | None:
     """Check a number of seconds; None means no timeout. Raises `InvalidRequest`."""
     if timeout is None:
         return None
@@ -26,7 +26,7 @@ def seconds(timeout: object) -> float | None:
     return None if timeout in (0, math.inf) else timeout
 
 
-def limited(timeout: object, most: float) -> float | None:
+def bounded_timeout(timeout: object, most: float) -> float | None:
     """Check the seconds of an operation that must have a timeout; None leaves it to the server."""
     if timeout is None:
         return None
@@ -39,16 +39,16 @@ def limited(timeout: object, most: float) -> float | None:
     return timeout
 
 
-def attended(timeout: Timeout) -> float | None:
+def run_timeout(timeout: Timeout) -> float | None:
     """Return the `timeout` field when the caller waits for the end; None (left out) is the sandbox's default."""
-    return None if timeout == "default" else seconds(timeout) or 0
+    return None if timeout == "default" else checked_seconds(timeout) or 0
 
 
-def background(timeout: Timeout) -> float | str | None:
+def start_timeout(timeout: Timeout) -> float | str | None:
     """Return the `timeout` field of a command in the background; None (left out) is no timeout."""
-    return timeout if timeout == "default" else seconds(timeout)
+    return timeout if timeout == "default" else checked_seconds(timeout)
 
 
-def waited(timeout: Timeout) -> float | None:
+def answer_limit(timeout: Timeout) -> float | None:
     """Return how long to wait for an answer that comes after the command; None is no limit."""
-    return None if timeout == "default" else seconds(timeout)
+    return None if timeout == "default" else checked_seconds(timeout)

@@ -42,8 +42,8 @@ from carrel.errors import (
     InvalidRequest,
     Unsupported,
 )
-from carrel.integrations.langgraph.operation import Act, Attempt, GraphCall, ToolReply, asked, refused, settle
-from carrel.integrations.langgraph.tools import followed
+from carrel.integrations.langgraph.operation import Act, Attempt, GraphCall, ToolReply, graph_call, refused, run_once
+from carrel.integrations.langgraph.tools import start_and_wait
 from carrel.integrations.langgraph.workspace import Workspace, own_id
 from carrel.models import CommandResult, FileKind
 
@@ -92,16 +92,16 @@ class CarrelBackend(BaseSandbox):
                     id=attempt.id,
                 )
 
-            return await followed(attempt, box, start, _joined)
+            return await start_and_wait(attempt, box, start, _joined)
 
-        said = await self._do("execute", {"command": command, "timeout": timeout}, command, act)
-        artifact = said["artifact"]
+        reply = await self._do("execute", {"command": command, "timeout": timeout}, command, act)
+        artifact = reply["artifact"]
         code = artifact.get("exit_code")
-        if said["error"]:
-            return ExecuteResponse(output=said["text"], exit_code=126)
+        if reply["error"]:
+            return ExecuteResponse(output=reply["text"], exit_code=126)
         ending = 124 if artifact.get("timed_out") else 137
         return ExecuteResponse(
-            output=said["text"],
+            output=reply["text"],
             exit_code=code if isinstance(code, int) else ending,
             truncated=bool(artifact.get("truncated")),
         )
@@ -124,12 +124,12 @@ class CarrelBackend(BaseSandbox):
             ]
             return ToolReply(text="", artifact={"entries": entries}, error=False)
 
-        said = await self._do_here("ls", path, {}, act)
-        if said is None:
+        reply = await self._do_in_workspace("ls", path, {}, act)
+        if reply is None:
             return await super().als(path)
-        if said["error"]:
-            return LsResult(error=f"Path '{path}': {_why(said, 'path_not_found')}")
-        entries: Any = said["artifact"]["entries"]  # a `FileInfo` each, as deepagents has them
+        if reply["error"]:
+            return LsResult(error=f"Path '{path}': {_why(reply, 'path_not_found')}")
+        entries: Any = reply["artifact"]["entries"]  # a `FileInfo` each, as deepagents has them
         return LsResult(entries=entries)
 
     async def aread(self, file_path: str, offset: int = 0, limit: int = 2000) -> ReadResult:
@@ -139,12 +139,12 @@ class CarrelBackend(BaseSandbox):
             data = await box.files.read(file_path, length=MOST_FILE + 1)
             return ToolReply(text="", artifact=_window(data, max(0, offset), max(0, limit)), error=False)
 
-        said = await self._do_here("read", file_path, {"offset": offset, "limit": limit}, act)
-        if said is None:
+        reply = await self._do_in_workspace("read", file_path, {"offset": offset, "limit": limit}, act)
+        if reply is None:
             return await super().aread(file_path, offset, limit)
-        if said["error"]:
-            return ReadResult(error=f"File '{file_path}': {_why(said, 'file_not_found')}")
-        shown: dict[str, Any] = dict(said["artifact"])
+        if reply["error"]:
+            return ReadResult(error=f"File '{file_path}': {_why(reply, 'file_not_found')}")
+        shown: dict[str, Any] = dict(reply["artifact"])
         if "error" in shown:
             return ReadResult(error=f"File '{file_path}': {shown['error']}")
         data = FileData(content=shown.pop("content"), encoding=shown.pop("encoding"))
@@ -157,11 +157,11 @@ class CarrelBackend(BaseSandbox):
             await box.files.write(file_path, content)
             return ToolReply(text="", artifact={}, error=False)
 
-        said = await self._do_here("write", file_path, {"content": content}, act)
-        if said is None:
+        reply = await self._do_in_workspace("write", file_path, {"content": content}, act)
+        if reply is None:
             return await super().awrite(file_path, content)
-        if said["error"]:
-            return WriteResult(error=f"Failed to write file '{file_path}': {said['text']}")
+        if reply["error"]:
+            return WriteResult(error=f"Failed to write file '{file_path}': {reply['text']}")
         return WriteResult(path=file_path)
 
     async def aedit(self, file_path: str, old_string: str, new_string: str, replace_all: bool = False) -> EditResult:
@@ -174,12 +174,12 @@ class CarrelBackend(BaseSandbox):
             return ToolReply(text="", artifact={"replaced": done}, error=False)
 
         arguments = {"old_string": old_string, "new_string": new_string, "replace_all": replace_all}
-        said = await self._do_here("edit", file_path, arguments, act)
-        if said is None:
+        reply = await self._do_in_workspace("edit", file_path, arguments, act)
+        if reply is None:
             return await super().aedit(file_path, old_string, new_string, replace_all)
-        if said["error"]:
-            return EditResult(error=_edit_error(said, file_path, old_string))
-        replaced: Any = said["artifact"]["replaced"]
+        if reply["error"]:
+            return EditResult(error=_edit_error(reply, file_path, old_string))
+        replaced: Any = reply["artifact"]["replaced"]
         return EditResult(path=file_path, occurrences=replaced)
 
     async def adelete(self, file_path: str) -> DeleteResult:
@@ -189,13 +189,13 @@ class CarrelBackend(BaseSandbox):
             await box.files.delete(file_path, recursive=True)
             return ToolReply(text="", artifact={}, error=False)
 
-        said = await self._do_here("delete", file_path, {}, act)
-        if said is None:
+        reply = await self._do_in_workspace("delete", file_path, {}, act)
+        if reply is None:
             quoted = shlex.quote(file_path)
             response = await self.aexecute(f"ls -d {quoted} >/dev/null && rm -rf {quoted}")
             return DeleteResult(error=response.output) if response.exit_code else DeleteResult(path=file_path)
-        if said["error"]:
-            return DeleteResult(error=f"Error: File '{file_path}': {_why(said, 'not found')}")
+        if reply["error"]:
+            return DeleteResult(error=f"Error: File '{file_path}': {_why(reply, 'not found')}")
         return DeleteResult(path=file_path)
 
     async def aupload_files(self, files: list[tuple[str, bytes]]) -> list[FileUploadResponse]:
@@ -214,9 +214,9 @@ class CarrelBackend(BaseSandbox):
             await box.files.write(path, data)
             return ToolReply(text="", artifact={}, error=False)
 
-        said = await self._do_here("upload", path, {"bytes": len(data)}, act)
-        if said is not None:
-            return _file_error(said) if said["error"] else None
+        reply = await self._do_in_workspace("upload", path, {"bytes": len(data)}, act)
+        if reply is not None:
+            return _file_error(reply) if reply["error"] else None
         quoted, above = shlex.quote(path), shlex.quote(posixpath.dirname(path))
         given = base64.b64encode(data).decode()
 
@@ -225,10 +225,10 @@ class CarrelBackend(BaseSandbox):
                 line = f"mkdir -p {above} && base64 -d > {quoted}"
                 return await box.commands.start(line, timeout="default", stdin=given, id=attempt.id)
 
-            return await followed(attempt, box, start, _joined)
+            return await start_and_wait(attempt, box, start, _joined)
 
-        said = await self._do("upload", {"path": path, "bytes": len(data)}, f"upload {path}", act_outside)
-        return "permission_denied" if said["error"] or said["artifact"].get("exit_code") != 0 else None
+        reply = await self._do("upload", {"path": path, "bytes": len(data)}, f"upload {path}", act_outside)
+        return "permission_denied" if reply["error"] or reply["artifact"].get("exit_code") != 0 else None
 
     async def _download(self, path: str) -> FileDownloadResponse:
         if not path.startswith("/"):
@@ -250,28 +250,30 @@ class CarrelBackend(BaseSandbox):
 
     def _call(self, name: str, arguments: Mapping[str, object], summary: str, act: Act) -> GraphCall:
         if self._blocks:  # the client of the run belongs to another loop
-            return asked(None, self._workspace, None, name, arguments, summary, act)
+            return graph_call(None, self._workspace, None, name, arguments, summary, act)
         thread_id, context = None, None
         try:
             thread_id, context = (get_config().get("configurable") or {}).get("thread_id"), get_runtime().context
         except (RuntimeError, KeyError):
             pass  # used without a graph
-        return asked(context, self._workspace, thread_id, name, arguments, summary, act)
+        return graph_call(context, self._workspace, thread_id, name, arguments, summary, act)
 
     async def _do(self, name: str, arguments: Mapping[str, object], summary: str, act: Act) -> ToolReply:
         call = self._call(name, arguments, summary, act)
         if call.thread_id is not None:
-            return await settle(call)
+            return await run_once(call)
         try:
             return await call.run(own_id(uuid.uuid4().hex))
         except ApprovalNeeded as needed:
             return refused(needed)
 
-    async def _do_here(self, name: str, path: str, arguments: Mapping[str, object], act: Act) -> ToolReply | None:
+    async def _do_in_workspace(
+        self, name: str, path: str, arguments: Mapping[str, object], act: Act
+    ) -> ToolReply | None:
         """Run an operation in the workspace; None when the path is outside of it."""
-        said = await self._do(name, {"path": path, **arguments}, f"{name} {path}", act)
-        outside = said["error"] and said["artifact"].get("code") == InvalidPath.code and path.startswith("/")
-        return None if outside else said
+        reply = await self._do(name, {"path": path, **arguments}, f"{name} {path}", act)
+        outside = reply["error"] and reply["artifact"].get("code") == InvalidPath.code and path.startswith("/")
+        return None if outside else reply
 
     # the same, blocking
 
@@ -401,20 +403,20 @@ def _window(data: bytes, offset: int, limit: int) -> dict[str, object]:
     }
 
 
-def _why(said: ToolReply, missing: str) -> str:
-    return missing if said["artifact"].get("code") == FileMissing.code else said["text"]
+def _why(reply: ToolReply, missing: str) -> str:
+    return missing if reply["artifact"].get("code") == FileMissing.code else reply["text"]
 
 
-def _file_error(said: ToolReply) -> str:
-    return "file_not_found" if said["artifact"].get("code") == FileMissing.code else "permission_denied"
+def _file_error(reply: ToolReply) -> str:
+    return "file_not_found" if reply["artifact"].get("code") == FileMissing.code else "permission_denied"
 
 
-def _edit_error(said: ToolReply, path: str, old: str) -> str:
-    artifact = said["artifact"]
+def _edit_error(reply: ToolReply, path: str, old: str) -> str:
+    artifact = reply["artifact"]
     if artifact.get("code") == FileMissing.code:
         return f"Error: File '{path}' not found"
     if artifact.get("code") != EditMismatch.code:
-        return f"Error: {said['text']}"
+        return f"Error: {reply['text']}"
     if artifact.get("occurrences") == 0:
         return f"Error: String not found in file: '{old}'"
     return (

@@ -92,9 +92,11 @@ def problem_response(error: CarrelError) -> Response:
 def read_token_file(path: Path) -> str:
     """Read a token from a file."""
     try:
-        token = path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError) as error:
-        raise InvalidRequest(f"cannot read the token in {path}: {error}", field="approver_token_file") from None
+        token = path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError as error:
+        raise InvalidRequest(
+            f"cannot read the token in {path}: {error.strerror}", field="approver_token_file"
+        ) from None
     if not sendable(token):
         raise InvalidRequest(
             f"{path} holds no token", field="approver_token_file", hint="write the token alone, on one line"

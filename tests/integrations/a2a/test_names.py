@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.errors import InvalidRequest
-from carrel.integrations.a2a.names import LONGEST, carrel_context, conversation, task_thread
+from carrel.integrations.a2a.names import LONGEST, carrel_context, task_thread
 
 _CARREL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
@@ -43,4 +43,4 @@ def test_a_name_without_measure_is_refused(name: str) -> None:
 def test_the_thread_of_a_task_is_nobodys_conversation(name: str, task: object) -> None:
     thread = task_thread(carrel_context(name), str(task))
     assert not _CARREL.fullmatch(thread)
-    assert thread.startswith(conversation(carrel_context(name)))
+    assert thread.startswith(carrel_context(name))

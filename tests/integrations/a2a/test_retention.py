@@ -19,11 +19,11 @@ from carrel.errors import InvalidRequest
 from carrel.integrations.a2a.conversations import Conversations
 from carrel.integrations.a2a.names import carrel_context, task_thread
 from carrel.integrations.a2a.retention import AT_ONCE, Retention
-from carrel.integrations.a2a.tasks import TERMINAL, KeptBeginning, KeptTask, TaskStore, open_tasks
+from carrel.integrations.a2a.tasks import TERMINAL, InitialFilesRow, TaskRow, TaskStore, open_tasks
 from carrel.integrations.langgraph import Checkpoints, build_graph, open_checkpointer
 
 DAYS = 30.0
-TABLES = (KeptTask, KeptBeginning, TaskEventModel, TaskVersionModel, PushNotificationConfigModel)
+TABLES = (TaskRow, InitialFilesRow, TaskEventModel, TaskVersionModel, PushNotificationConfigModel)
 SAID = [HumanMessage("hello", id="task-1"), AIMessage("hello yourself")]
 
 
@@ -54,7 +54,7 @@ async def test_what_ended_long_ago_is_forgotten_and_nothing_else(database: str) 
     async with keeping(database) as (kept, conversations, checkpoints, tidy):
         for each in gone + left:
             await put(kept, each)
-            await kept.begin(each.id, {})
+            await kept.save_initial_files(each.id, {})
             await kept.push.set_info(each.id, TaskPushNotificationConfig(id="1", url="http://a.example/"), ME)
             thread = task_thread(carrel_context(each.context_id), each.id)
             config = {"configurable": {"thread_id": thread}}
@@ -106,7 +106,7 @@ async def test_a_task_that_ended_without_a_time_is_not_kept_for_ever(database: s
         await kept.prune()
         assert await tidy.sweep() == 0
         async with kept.engine.connect() as connection:
-            assert (await connection.execute(select(KeptTask.last_updated))).scalar_one() is not None
+            assert (await connection.execute(select(TaskRow.last_updated))).scalar_one() is not None
 
 
 async def test_an_agent_forgets_by_itself(ground: Ground, database: str) -> None:

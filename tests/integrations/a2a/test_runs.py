@@ -53,7 +53,7 @@ async def test_of_several_that_wait_one_is_denied_and_one_approved(ground: Groun
             found = [part.data.struct_value for part in task.status.message.parts if part.HasField("data")]
             by_command = {each["summary"]: str(each["approval"]) for each in found}
             assert set(by_command) == {"uname -s", "uname -r"}
-            assert "name the one" in words(await one.send("approve", task=task.id))
+            assert "name the approval" in words(await one.send("approve", task=task.id))
             left = await one.send(f"deny {by_command['uname -r']} not that", task=task.id)
             assert state(left) == "input_required"
             data = new_data_part({"decision": "approve", "approval": by_command["uname -s"]})

@@ -18,7 +18,7 @@ from sqlalchemy import func, select
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.integrations.a2a.callers import A2aCaller
 from carrel.integrations.a2a.names import LONGEST
-from carrel.integrations.a2a.tasks import FOLLOWED, KeptUrls, TaskStore, open_tasks
+from carrel.integrations.a2a.tasks import FOLLOWED, PushUrls, TaskStore, open_tasks
 
 ME, OTHER = (
     ServerCallContext(user=A2aCaller("carrel_me", "me")),
@@ -40,15 +40,15 @@ async def test_a_task_is_found_by_its_owner_alone_and_by_any_process(database: s
     made = task()
     async with open_tasks(database) as kept:
         first = await save(kept, made)
-        await kept.begin(made.id, {"output/a": "1"})
+        await kept.save_initial_files(made.id, {"output/a": "1"})
     async with open_tasks(database) as kept:
         stored = await kept.tasks.get(made.id, ME)
         assert stored is not None
         assert stored.task.context_id == made.context_id
         assert await kept.tasks.get(made.id, OTHER) is None
         assert [each.id for each in (await kept.tasks.list(ListTasksRequest(), ME)).tasks] == [made.id]
-        assert await kept.beginning(made.id) == {"output/a": "1"}
-        assert await kept.beginning("another") is None
+        assert await kept.initial_files(made.id) == {"output/a": "1"}
+        assert await kept.initial_files("another") is None
         await save(kept, made, first)
         with pytest.raises(ConcurrentTaskModificationError):
             await save(kept, made, first)
@@ -60,9 +60,9 @@ async def test_what_has_ended_for_long_is_cleared_up(database: str) -> None:
     async with open_tasks(database) as kept:
         for each in (old, young, running):
             await save(kept, each)
-            await kept.begin(each.id, {})
+            await kept.save_initial_files(each.id, {})
         await kept.prune()
-        found = [await kept.beginning(each.id) for each in (old, young, running)]
+        found = [await kept.initial_files(each.id) for each in (old, young, running)]
         assert found == [None, {}, {}]
         async with kept.engine.connect() as connection:
             assert (await connection.execute(select(func.count()).select_from(TaskEventModel))).scalar_one() == 2
@@ -91,7 +91,7 @@ async def test_a_url_that_is_kept_while_they_are_looked_up_is_told_at_once(datab
             await go.wait()
             return before
 
-    class Urls(KeptUrls, Slow):
+    class Urls(PushUrls, Slow):
         """Those of a database that is long in answering."""
 
     async with open_tasks(database) as kept:

@@ -31,7 +31,7 @@ async def ended(process: asyncio.subprocess.Process) -> str:
     return (out + err).decode()
 
 
-async def asked(ground: Ground) -> ApprovalInfo:
+async def graph_call(ground: Ground) -> ApprovalInfo:
     async for info in ground.person.approvals.watch():
         if info.context_id == ground.context and info.state == "pending":
             return info
@@ -41,7 +41,7 @@ async def asked(ground: Ground) -> ApprovalInfo:
 async def test_it_says_waits_is_killed_and_goes_on(ground: Ground, tmp_path: Path) -> None:
     assert (await ended(await start(ground, tmp_path, "echo $((6*7))"))).endswith("\n42\n")
     process = await start(ground, tmp_path, "touch x; echo done >> ran; cat ran")
-    info = await asyncio.wait_for(asked(ground), 60)
+    info = await asyncio.wait_for(graph_call(ground), 60)
     process.send_signal(signal.SIGKILL)
     await process.communicate()
     process = await start(ground, tmp_path, "echo and then")

@@ -13,7 +13,7 @@ from tests.support.langgraph_ground import Ground, lines_of
 from carrel.client import AsyncClient
 from carrel.errors import ApprovalNeeded, Conflict, Denied, ServerUnreachable
 from carrel.integrations.langgraph import Workspace, answer, build_graph, carrel_tools, pending
-from carrel.integrations.langgraph.operation import Attempt, ToolReply, asked, refused, settle
+from carrel.integrations.langgraph.operation import Attempt, ToolReply, graph_call, refused, run_once
 
 
 class State(TypedDict):
@@ -37,7 +37,7 @@ async def test_things_that_one_node_does_have_ids_of_their_own_and_keep_them(gro
 
         workspace = get_runtime(Workspace).context
         for _ in range(2):
-            await settle(asked(workspace, None, ground.context, "edit", {}, "edit f", act))
+            await run_once(graph_call(workspace, None, ground.context, "edit", {}, "edit f", act))
         seen.append(ids)
         if len(seen) == 1:
             raise RuntimeError("died before the node had ended")

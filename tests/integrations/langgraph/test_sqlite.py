@@ -17,18 +17,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carrel.integrations.langgraph.sqlite import IN_A_ROW, NearConnection
+from carrel.integrations.langgraph.sqlite import IN_A_ROW, InlineConnection
 
 
 @pytest.fixture
-async def near(tmp_path: Path) -> AsyncIterator[NearConnection]:
-    async with NearConnection(str(tmp_path / "a.db"), 30.0) as connection:
+async def near(tmp_path: Path) -> AsyncIterator[InlineConnection]:
+    async with InlineConnection(str(tmp_path / "a.db"), 30.0) as connection:
         await connection.executescript("PRAGMA journal_mode=WAL; CREATE TABLE t (k INTEGER PRIMARY KEY, v TEXT)")
         await connection.commit()
         yield connection
 
 
-async def test_who_waits_for_another_process_keeps_nobody_else_waiting(near: NearConnection, tmp_path: Path) -> None:
+async def test_who_waits_for_another_process_keeps_nobody_else_waiting(near: InlineConnection, tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         writing = asyncio.ensure_future(near.execute("INSERT INTO t VALUES (1, 'a')").__aenter__())
@@ -46,12 +46,12 @@ async def test_it_does_not_wait_for_ever(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "a.db", isolation_level=None)) as other:
         other.executescript("PRAGMA journal_mode=WAL; CREATE TABLE t (k)")
         other.execute("BEGIN IMMEDIATE")
-        async with NearConnection(str(tmp_path / "a.db"), 0.05) as near:
+        async with InlineConnection(str(tmp_path / "a.db"), 0.05) as near:
             with pytest.raises(sqlite3.OperationalError, match="locked"):
                 await near.execute("INSERT INTO t VALUES (1)")
 
 
-async def test_one_that_read_before_another_wrote_is_told_at_once(near: NearConnection, tmp_path: Path) -> None:
+async def test_one_that_read_before_another_wrote_is_told_at_once(near: InlineConnection, tmp_path: Path) -> None:
     await near.execute("BEGIN")
     async with near.execute("SELECT * FROM t") as cursor:
         assert await cursor.fetchall() == []
@@ -67,7 +67,7 @@ async def test_one_that_gave_up_sees_what_comes_and_writes_again(tmp_path: Path)
     path = str(tmp_path / "a.db")
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.executescript("PRAGMA journal_mode=WAL; CREATE TABLE t (k)")
-        async with NearConnection(path, 0.02) as near:
+        async with InlineConnection(path, 0.02) as near:
             for give_up in (_time_out, _break_off):
                 other.execute("BEGIN IMMEDIATE")
                 await give_up(near.execute("INSERT INTO t VALUES (1)").__aenter__())
@@ -95,7 +95,7 @@ async def _break_off(writing: Coroutine[Any, Any, object]) -> None:
 
 
 async def test_one_that_is_broken_off_in_the_thread_leaves_nothing_to_those_who_come_next(
-    near: NearConnection, tmp_path: Path
+    near: InlineConnection, tmp_path: Path
 ) -> None:
     begun, go = threading.Event(), threading.Event()
 
@@ -147,7 +147,7 @@ async def test_it_waits_while_another_process_repairs(tmp_path: Path) -> None:
     assert other.stdout is not None and other.stdin is not None
     try:
         await other.stdout.readline()
-        async with NearConnection(path, 30.0) as near:
+        async with InlineConnection(path, 30.0) as near:
             with pytest.raises(sqlite3.OperationalError) as raised:
                 near._conn.execute("SELECT * FROM t")
             assert raised.value.sqlite_errorcode == sqlite3.SQLITE_BUSY_RECOVERY
@@ -160,13 +160,13 @@ async def test_it_waits_while_another_process_repairs(tmp_path: Path) -> None:
         await other.wait()
 
 
-async def test_what_the_driver_complains_of_is_told(near: NearConnection) -> None:
+async def test_what_the_driver_complains_of_is_told(near: InlineConnection) -> None:
     with pytest.raises(sqlite3.OperationalError, match="decode"):
         async with near.execute("SELECT CAST(x'ff' AS TEXT)") as cursor:
             await cursor.fetchall()
 
 
-async def test_what_is_short_runs_here_and_what_is_long_elsewhere(near: NearConnection) -> None:
+async def test_what_is_short_runs_here_and_what_is_long_elsewhere(near: InlineConnection) -> None:
     await near.create_function("place", 0, threading.get_ident)
 
     async def place(statement: str) -> bool:
@@ -183,7 +183,7 @@ async def test_what_is_short_runs_here_and_what_is_long_elsewhere(near: NearConn
     assert await place("SELECT place() ORDER BY 1")
 
 
-async def test_the_log_of_changes_is_emptied_now_and_then(near: NearConnection, tmp_path: Path) -> None:
+async def test_the_log_of_changes_is_emptied_now_and_then(near: InlineConnection, tmp_path: Path) -> None:
     async def fill(commits: int) -> int:
         for _ in range(commits):
             await near.execute("INSERT INTO t (v) VALUES (?)", ("x" * 4000,))
@@ -196,7 +196,7 @@ async def test_the_log_of_changes_is_emptied_now_and_then(near: NearConnection, 
 
 
 async def test_one_that_is_closed_says_so(tmp_path: Path) -> None:
-    near = await NearConnection(str(tmp_path / "a.db"), 1.0)
+    near = await InlineConnection(str(tmp_path / "a.db"), 1.0)
     await near.close()
     with pytest.raises(ValueError, match=r"closed|no active"):
         await near.execute("SELECT 1")
@@ -216,7 +216,7 @@ steps = st.lists(
 def test_it_holds_what_a_plain_connection_holds(todo: list[tuple[str, int, str]]) -> None:
     async def run(path: str) -> list[object]:
         seen: list[object] = []
-        async with NearConnection(path, 1.0) as near:
+        async with InlineConnection(path, 1.0) as near:
             await near.executescript(MADE)
             for name, key, value in todo:
                 if name == "put":

@@ -9,7 +9,7 @@ from langchain_core.messages import ToolMessage
 from tests.support.langgraph_ground import Ground, calls, graph_of, says, scripted
 
 from carrel.integrations.langgraph import carrel_tools
-from carrel.integrations.langgraph.tools import MOST_CHARACTERS, MOST_MATCHES, short, told
+from carrel.integrations.langgraph.tools import MOST_CHARACTERS, MOST_MATCHES, describe_result, shorten
 from carrel.models import CommandResult
 
 
@@ -112,7 +112,7 @@ async def test_odd_files_do_no_harm(ground: Ground) -> None:
 
 @given(st.text(max_size=300), st.integers(2, 100))
 def test_a_long_text_keeps_its_beginning_and_its_end(text: str, most: int) -> None:
-    shown = short(text, most)
+    shown = shorten(text, most)
     if len(text) <= most:
         assert shown == text
     else:
@@ -131,5 +131,5 @@ def test_a_long_text_keeps_its_beginning_and_its_end(text: str, most: int) -> No
 )
 def test_each_ending_has_its_words(ending: dict[str, Any], words: str) -> None:
     result = CommandResult(id="c1", stdout="", stderr="", duration_ms=1, **ending)
-    assert told(result)["text"] == words
-    assert len(told(result.model_copy(update={"stdout": "x" * 99_999}))["text"]) < MOST_CHARACTERS + 200
+    assert describe_result(result)["text"] == words
+    assert len(describe_result(result.model_copy(update={"stdout": "x" * 99_999}))["text"]) < MOST_CHARACTERS + 200

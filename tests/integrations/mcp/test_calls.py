@@ -81,7 +81,7 @@ def test_wrong_arguments_are_told_with_their_name(arguments: dict[str, Any] | No
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(calls, "EVERY_S", 0.001)
+    monkeypatch.setattr(calls, "REPORT_EVERY_S", 0.001)
     return
 
 
@@ -89,17 +89,17 @@ async def test_who_wants_to_hears_how_it_goes(often: None) -> None:
     heard: list[tuple[float, str]] = []
     enough = asyncio.Event()
 
-    async def tell(progress: float, message: str) -> None:
+    async def report(progress: float, message: str) -> None:
         heard.append((progress, message))
         if len(heard) == 3:
             enough.set()
 
-    call = ToolCall(cast("ContextAccess", None), tell=tell)
-    async with call.telling(lambda: "on the way"):
+    call = ToolCall(cast("ContextAccess", None), report=report)
+    async with call.reporting(lambda: "on the way"):
         await asyncio.wait_for(enough.wait(), 30)
     assert [progress for progress, _ in heard] == sorted(progress for progress, _ in heard)
     assert {message for _, message in heard} == {"on the way"}
     count = len(heard)
-    async with ToolCall(cast("ContextAccess", None)).telling(lambda: "nobody listens"):
+    async with ToolCall(cast("ContextAccess", None)).reporting(lambda: "nobody listens"):
         await asyncio.sleep(0)
     assert len(heard) == count

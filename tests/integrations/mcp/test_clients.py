@@ -17,10 +17,10 @@ async def _echo(box: AsyncSandbox) -> str:
 
 async def test_a_sandbox_that_was_stopped_is_resumed(ground: Any, context: str, admin: Client) -> None:
     reach = Clients(ground.url)
-    async with reach.place(ground.token, context) as place:
-        assert await place.do(_echo) == "hi\n"
+    async with reach.access(ground.token, context) as access:
+        assert await access.do(_echo) == "hi\n"
         await asyncio.to_thread(admin.attach(admin.find(context)).stop)
-        assert await place.do(_echo) == "hi\n"
+        assert await access.do(_echo) == "hi\n"
         asked = 0
 
         async def missing(box: AsyncSandbox) -> bytes:
@@ -29,40 +29,40 @@ async def test_a_sandbox_that_was_stopped_is_resumed(ground: Any, context: str, 
             return await box.files.read("none")
 
         with pytest.raises(FileMissing):
-            await place.do(missing)
+            await access.do(missing)
         assert asked == 1
     await reach.close()
 
 
 async def test_each_token_has_a_client_and_each_context_a_place(ground: Any) -> None:
     reach = Clients(ground.url)
-    async with reach.place(ground.token, "a") as one, reach.place(ground.token, "b") as two:
+    async with reach.access(ground.token, "a") as one, reach.access(ground.token, "b") as two:
         assert one is not two and one.client is two.client
-        async with reach.place("carrel_other", "a") as other:
+        async with reach.access("carrel_other", "a") as other:
             assert other.client is not one.client
             with pytest.raises(Unauthorized):
                 await other.sandbox()
-        async with reach.place(ground.token, "a") as again:
+        async with reach.access(ground.token, "a") as again:
             assert again is one
     await reach.close()
 
 
 async def test_clients_that_nobody_uses_are_let_go(ground: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CLIENTS", 2)
-    monkeypatch.setattr(module, "MAX_PLACES", 2)
+    monkeypatch.setattr(module, "MAX_ACCESSES", 2)
     reach = Clients(ground.url)
-    async with reach.place("t0", "c") as used:
+    async with reach.access("t0", "c") as used:
         for number in range(1, 6):
-            async with reach.place(f"t{number}", "c"):
+            async with reach.access(f"t{number}", "c"):
                 pass
-        async with reach.place("t0", "c") as again:
+        async with reach.access("t0", "c") as again:
             assert again.client is used.client, "one that is in use stays"
-    async with reach.place("t5", "c") as newest:
+    async with reach.access("t5", "c") as newest:
         pass
-    async with reach.place("t5", "c") as same:
+    async with reach.access("t5", "c") as same:
         assert same is newest
         for name in ("d", "e", "f"):
-            async with reach.place("t5", name):
+            async with reach.access("t5", name):
                 pass
     await reach.close()
 
@@ -74,13 +74,13 @@ async def test_one_that_comes_back_while_others_are_let_go_keeps_its_client(
     reach = Clients(ground.url)
 
     async def ask(token: str, meanwhile: asyncio.Event | None = None) -> None:
-        async with reach.place(token, "c") as place:
+        async with reach.access(token, "c") as access:
             with pytest.raises(Unauthorized):  # which takes a connection, and closing that takes a while
-                await place.sandbox()
+                await access.sandbox()
             if meanwhile is not None:
                 await meanwhile.wait()
                 with pytest.raises(Unauthorized):
-                    await place.sandbox()
+                    await access.sandbox()
 
     for name in "abcd":
         await ask(name)
@@ -108,14 +108,14 @@ async def test_a_server_that_is_back_elsewhere_is_found(
     monkeypatch.setenv("CARREL_DATA_DIR", str(tmp_path))
     reach = Clients()
     with pytest.raises(ServerUnreachable):
-        async with reach.place(None, context):
+        async with reach.access(None, context):
             pass
     (tmp_path / "server.json").write_text('{"url": "http://127.0.0.1:9"}')
     (tmp_path / "agent-token").write_text(ground.token)
     with pytest.raises(ServerUnreachable):
-        async with reach.place(None, context) as place:
-            await place.sandbox()
+        async with reach.access(None, context) as access:
+            await access.sandbox()
     (tmp_path / "server.json").write_text(f'{{"url": "{ground.url}"}}')
-    async with reach.place(None, context) as place:
-        assert await place.do(_echo) == "hi\n"
+    async with reach.access(None, context) as access:
+        assert await access.do(_echo) == "hi\n"
     await reach.close()

@@ -8,7 +8,7 @@ from functools import partial
 
 from carrel.client._async.connection import AsyncConnection
 from carrel.client._async.wire import FAILED, AsyncReply
-from carrel.client.deadlines import Timeout, attended, background, waited
+from carrel.client.deadlines import Timeout, answer_limit, run_timeout, start_timeout
 from carrel.client.output import Chunk, Output, OutputDecoder, checked
 from carrel.errors import CarrelError, NotRunning, SandboxLost
 from carrel.models import CommandInfo, CommandList, CommandResult
@@ -192,8 +192,8 @@ class AsyncCommands:
 
         The command is killed after `timeout` seconds: by default the timeout of the sandbox; None or 0 is no timeout.
         """
-        body = _body(command, cwd=cwd, env=env, timeout=attended(timeout), stdin=stdin, output_limit=output_limit)
-        result = await self._connection.post(CommandResult, self._path, body, deadline=waited(timeout))
+        body = _body(command, cwd=cwd, env=env, timeout=run_timeout(timeout), stdin=stdin, output_limit=output_limit)
+        result = await self._connection.post(CommandResult, self._path, body, deadline=answer_limit(timeout))
         return checked(result) if check else result
 
     def stream(
@@ -207,8 +207,10 @@ class AsyncCommands:
         output_limit: int | None = None,
     ) -> AsyncOutputStream:
         """Run a command and iterate over its output while it runs. `timeout` is the same as for `run`."""
-        body = _body(command, cwd=cwd, env=env, timeout=attended(timeout), stdin=stdin, output_limit=output_limit)
-        return AsyncOutputStream(self._connection, "POST", f"{self._path}/stream", body=body, deadline=waited(timeout))
+        body = _body(command, cwd=cwd, env=env, timeout=run_timeout(timeout), stdin=stdin, output_limit=output_limit)
+        return AsyncOutputStream(
+            self._connection, "POST", f"{self._path}/stream", body=body, deadline=answer_limit(timeout)
+        )
 
     async def start(
         self,
@@ -233,7 +235,7 @@ class AsyncCommands:
             command,
             cwd=cwd,
             env=env,
-            timeout=background(timeout),
+            timeout=start_timeout(timeout),
             stdin=stdin,
             output_limit=output_limit,
             interactive=interactive,

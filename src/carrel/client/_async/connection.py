@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from carrel.client._async.wire import FAILED, LATE, LOST, NOT_REACHED, AsyncReply, AsyncWire, Patience
 from carrel.client._io_async import Progress, Source, pieces
-from carrel.client.deadlines import seconds
+from carrel.client.deadlines import checked_seconds
 from carrel.client.locate import START_HINT, Address
 from carrel.errors import CarrelError, Denied, InvalidRequest, PlatformError, ServerUnreachable, from_problem
 
@@ -74,7 +74,7 @@ class AsyncConnection:
         self.address = address
         self.carried: dict[str, str] = {}
         self.wait_s = 0.0
-        limit = seconds(timeout)
+        limit = checked_seconds(timeout)
         connect = CONNECT_S if limit is None else min(CONNECT_S, limit)
         self._default: Patience = {"connect": connect, "read": limit, "write": limit, "pool": limit}
         headers = {"user-agent": "carrel-python", "accept-encoding": "identity"}
@@ -97,7 +97,7 @@ class AsyncConnection:
     def patience(self, deadline: Deadline) -> Patience:
         """Return the transport timeouts for a deadline."""
         if deadline != "usual":
-            limit = seconds(deadline)
+            limit = checked_seconds(deadline)
             return {**self._default, "read": None if limit is None else limit + GRACE_S + self.wait_s}
         read = self._default["read"]
         return {**self._default, "read": read + self.wait_s} if self.wait_s and read is not None else self._default

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import tempfile
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -17,6 +16,7 @@ from carrel.client.listing import Listing, local_target
 from carrel.errors import FileMissing, InvalidPath, InvalidRequest, from_problem
 from carrel.models import EditResult, FileInfo, FileKind, FileList, FilesWritten
 from carrel.models.bundles import MOST_FILES
+from carrel.primitives.atomic import draft
 
 DIRECTORY_LIMIT = 10_000
 
@@ -210,16 +210,10 @@ async def save_as(pieces: AsyncGenerator[bytes, None], target: Path, mode: int, 
 async def save(pieces: AsyncGenerator[bytes, None], target: Path, mode: int, progress: Progress | None) -> None:
     """Write an answer to a local file, atomically. Follows no link, because the name may come from a sandbox."""
     try:
-        descriptor, partial = await blocking(_partial, target)
+        with draft(str(target), mode=mode) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as file:
+            await give(pieces, file, progress)
     except OSError as error:
         raise _unwritable(target, error) from None
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            await give(pieces, file, progress)
-        await blocking(_place, partial, target, mode)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
 
 
 async def save_all(incoming: AsyncUnbundled, directory: Path) -> Sequence[Path]:
@@ -278,15 +272,3 @@ def _make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidRequest(f"cannot create {path}: {error.strerror}", field="local") from None
-
-
-def _partial(target: Path) -> tuple[int, str]:
-    return tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=target.parent)
-
-
-def _place(partial: str, target: Path, mode: int) -> None:
-    # The only way to read the umask is to set it; mkstemp's 0600 would surprise whoever shares the directory.
-    umask = os.umask(0o077)
-    os.umask(umask)
-    Path(partial).chmod(mode & ~umask)
-    Path(partial).replace(target)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from carrel.client._async.connection import AsyncConnection
-from carrel.client.deadlines import limited
+from carrel.client.deadlines import bounded_timeout
 from carrel.models import (
     MAX_MCP_TIMEOUT_S,
     MCP_TIMEOUT_S,
@@ -116,7 +116,7 @@ class AsyncMcp:
         timeout: float = MCP_TIMEOUT_S,
     ) -> McpResult:
         """Call a tool. An error of the tool is a result with `.is_error`; a broken server raises `McpServerFailed`."""
-        body = {"tool": tool, "arguments": arguments or {}, "timeout": limited(timeout, MAX_MCP_TIMEOUT_S)}
+        body = {"tool": tool, "arguments": arguments or {}, "timeout": bounded_timeout(timeout, MAX_MCP_TIMEOUT_S)}
         return await self._connection.post(McpResult, f"{self._of(server)}/request", body, deadline=timeout + START_S)
 
     async def call(self, server: str, tool: str, /, **arguments: object) -> McpResult:

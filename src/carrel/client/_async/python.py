@@ -10,7 +10,7 @@ from carrel.client._async.bundles import GivenFiles, encoded_files
 from carrel.client._async.commands import AsyncCommand, AsyncOutputStream
 from carrel.client._async.connection import AsyncConnection
 from carrel.client._async.files import AsyncFiles
-from carrel.client.deadlines import Timeout, attended, limited
+from carrel.client.deadlines import Timeout, bounded_timeout, run_timeout
 from carrel.client.output import checked
 from carrel.models import (
     MAX_PYTHON_TIMEOUT_S,
@@ -61,7 +61,7 @@ class AsyncPython:
         """
         inline = await self._put(files)
         body = _body(
-            code, env, requirements, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), files=inline, args=args,
+            code, env, requirements, timeout=bounded_timeout(timeout, MAX_PYTHON_TIMEOUT_S), files=inline, args=args,
             variables=variables, cwd=cwd, stdin=stdin, output_limit=output_limit,
         )  # fmt: skip
         # No deadline: an environment may have to be built first.
@@ -83,8 +83,8 @@ class AsyncPython:
     ) -> AsyncOutputStream:
         """Run code and iterate over its output while it runs."""
         body = _body(
-            code, env, None, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), args=args, variables=variables, cwd=cwd,
-            stdin=stdin,
+            code, env, None, timeout=bounded_timeout(timeout, MAX_PYTHON_TIMEOUT_S), args=args, variables=variables,
+            cwd=cwd, stdin=stdin,
         )  # fmt: skip
         deadline = timeout or MAX_PYTHON_TIMEOUT_S
         return AsyncOutputStream(self._connection, "POST", f"{self._path}/stream", body=body, deadline=deadline)
@@ -105,8 +105,8 @@ class AsyncPython:
     ) -> AsyncCommand:
         """Start code in the background. It is a command: see `box.commands.start`, also for `id`."""
         body = _body(
-            code, env, requirements, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), args=args, variables=variables,
-            cwd=cwd, stdin=stdin, interactive=interactive or None, id=id,
+            code, env, requirements, timeout=bounded_timeout(timeout, MAX_PYTHON_TIMEOUT_S), args=args,
+            variables=variables, cwd=cwd, stdin=stdin, interactive=interactive or None, id=id,
         )  # fmt: skip
         info = await self._connection.post(CommandInfo, f"{self._path}/start", body, deadline=None)
         return AsyncCommand(self._connection, f"{self._base}/commands", info.id)
@@ -193,7 +193,12 @@ class AsyncCodeContext:
 
     def _cell(self, code: str, timeout: Timeout, figures: Sequence[str] | None) -> Mapping[str, object]:
         return _body(
-            code, self._env, self._requirements, timeout=attended(timeout), figures=figures, variables=self._variables
+            code,
+            self._env,
+            self._requirements,
+            timeout=run_timeout(timeout),
+            figures=figures,
+            variables=self._variables,
         )
 
 

@@ -19,7 +19,7 @@ from carrel.client._async.files import AsyncFiles, give, save_as
 from carrel.client._async.mcp import AsyncMcp
 from carrel.client._async.python import AsyncPython
 from carrel.client._io_async import Progress
-from carrel.client.deadlines import Timeout, attended, waited
+from carrel.client.deadlines import Timeout, answer_limit, run_timeout
 from carrel.client.requests import approved, waiting
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import (
@@ -107,8 +107,8 @@ class AsyncSandbox:
     ) -> ExecuteResult:
         """Write `files` to the workspace, then run code. The result names the files that it produced."""
         given = None if files is None else {path: base64.b64encode(data).decode() for path, data in files.items()}
-        body = {"code": code, "language": language, "timeout": attended(timeout), "files": given}
-        return await self._connection.post(ExecuteResult, f"{self._path}/execute", body, deadline=waited(timeout))
+        body = {"code": code, "language": language, "timeout": run_timeout(timeout), "files": given}
+        return await self._connection.post(ExecuteResult, f"{self._path}/execute", body, deadline=answer_limit(timeout))
 
     async def tool(self, tool_name: str, params: Mapping[str, object] | None = None) -> ToolResult:
         """Call a tool by name, such as `create_file`, with its parameters."""

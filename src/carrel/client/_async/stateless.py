@@ -11,7 +11,7 @@ from pathlib import Path
 from carrel.client._async.bundles import AsyncUnbundled, GivenFiles, bundled, encoded_files
 from carrel.client._async.connection import AsyncConnection, encoded
 from carrel.client._async.files import save_all
-from carrel.client.deadlines import limited
+from carrel.client.deadlines import bounded_timeout
 from carrel.errors import PlatformError
 from carrel.models import MAX_PYTHON_TIMEOUT_S, EnvironmentInfo, StatelessResult
 
@@ -50,7 +50,7 @@ class AsyncStatelessPython:
             "env_name": env.name if isinstance(env, EnvironmentInfo) else env,
             "requirements": requirements,
             "template": template,
-            "timeout": limited(timeout, MAX_PYTHON_TIMEOUT_S),
+            "timeout": bounded_timeout(timeout, MAX_PYTHON_TIMEOUT_S),
             "files": given,
             "python_index": index,
         }

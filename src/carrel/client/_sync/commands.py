@@ -9,7 +9,7 @@ from functools import partial
 
 from carrel.client._sync.connection import Connection
 from carrel.client._sync.wire import FAILED, Reply
-from carrel.client.deadlines import Timeout, attended, background, waited
+from carrel.client.deadlines import Timeout, answer_limit, run_timeout, start_timeout
 from carrel.client.output import Chunk, Output, OutputDecoder, checked
 from carrel.errors import CarrelError, NotRunning, SandboxLost
 from carrel.models import CommandInfo, CommandList, CommandResult
@@ -193,8 +193,8 @@ class Commands:
 
         The command is killed after `timeout` seconds: by default the timeout of the sandbox; None or 0 is no timeout.
         """
-        body = _body(command, cwd=cwd, env=env, timeout=attended(timeout), stdin=stdin, output_limit=output_limit)
-        result = self._connection.post(CommandResult, self._path, body, deadline=waited(timeout))
+        body = _body(command, cwd=cwd, env=env, timeout=run_timeout(timeout), stdin=stdin, output_limit=output_limit)
+        result = self._connection.post(CommandResult, self._path, body, deadline=answer_limit(timeout))
         return checked(result) if check else result
 
     def stream(
@@ -208,8 +208,8 @@ class Commands:
         output_limit: int | None = None,
     ) -> OutputStream:
         """Run a command and iterate over its output while it runs. `timeout` is the same as for `run`."""
-        body = _body(command, cwd=cwd, env=env, timeout=attended(timeout), stdin=stdin, output_limit=output_limit)
-        return OutputStream(self._connection, "POST", f"{self._path}/stream", body=body, deadline=waited(timeout))
+        body = _body(command, cwd=cwd, env=env, timeout=run_timeout(timeout), stdin=stdin, output_limit=output_limit)
+        return OutputStream(self._connection, "POST", f"{self._path}/stream", body=body, deadline=answer_limit(timeout))
 
     def start(
         self,
@@ -234,7 +234,7 @@ class Commands:
             command,
             cwd=cwd,
             env=env,
-            timeout=background(timeout),
+            timeout=start_timeout(timeout),
             stdin=stdin,
             output_limit=output_limit,
             interactive=interactive,

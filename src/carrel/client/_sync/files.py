@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import tempfile
 from collections.abc import Generator, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -18,6 +17,7 @@ from carrel.client.listing import Listing, local_target
 from carrel.errors import FileMissing, InvalidPath, InvalidRequest, from_problem
 from carrel.models import EditResult, FileInfo, FileKind, FileList, FilesWritten
 from carrel.models.bundles import MOST_FILES
+from carrel.primitives.atomic import draft
 
 DIRECTORY_LIMIT = 10_000
 
@@ -207,16 +207,10 @@ def save_as(pieces: Generator[bytes, None], target: Path, mode: int, progress: P
 def save(pieces: Generator[bytes, None], target: Path, mode: int, progress: Progress | None) -> None:
     """Write an answer to a local file, atomically. Follows no link, because the name may come from a sandbox."""
     try:
-        descriptor, partial = blocking(_partial, target)
+        with draft(str(target), mode=mode) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as file:
+            give(pieces, file, progress)
     except OSError as error:
         raise _unwritable(target, error) from None
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            give(pieces, file, progress)
-        blocking(_place, partial, target, mode)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
 
 
 def save_all(incoming: Unbundled, directory: Path) -> Sequence[Path]:
@@ -275,15 +269,3 @@ def _make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidRequest(f"cannot create {path}: {error.strerror}", field="local") from None
-
-
-def _partial(target: Path) -> tuple[int, str]:
-    return tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=target.parent)
-
-
-def _place(partial: str, target: Path, mode: int) -> None:
-    # The only way to read the umask is to set it; mkstemp's 0600 would surprise whoever shares the directory.
-    umask = os.umask(0o077)
-    os.umask(umask)
-    Path(partial).chmod(mode & ~umask)
-    Path(partial).replace(target)

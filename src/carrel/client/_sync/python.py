@@ -11,7 +11,7 @@ from carrel.client._sync.bundles import GivenFiles, encoded_files
 from carrel.client._sync.commands import Command, OutputStream
 from carrel.client._sync.connection import Connection
 from carrel.client._sync.files import Files
-from carrel.client.deadlines import Timeout, attended, limited
+from carrel.client.deadlines import Timeout, bounded_timeout, run_timeout
 from carrel.client.output import checked
 from carrel.models import (
     MAX_PYTHON_TIMEOUT_S,
@@ -62,7 +62,7 @@ class Python:
         """
         inline = self._put(files)
         body = _body(
-            code, env, requirements, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), files=inline, args=args,
+            code, env, requirements, timeout=bounded_timeout(timeout, MAX_PYTHON_TIMEOUT_S), files=inline, args=args,
             variables=variables, cwd=cwd, stdin=stdin, output_limit=output_limit,
         )  # fmt: skip
         # No deadline: an environment may have to be built first.
@@ -84,8 +84,8 @@ class Python:
     ) -> OutputStream:
         """Run code and iterate over its output while it runs."""
         body = _body(
-            code, env, None, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), args=args, variables=variables, cwd=cwd,
-            stdin=stdin,
+            code, env, None, timeout=bounded_timeout(timeout, MAX_PYTHON_TIMEOUT_S), args=args, variables=variables,
+            cwd=cwd, stdin=stdin,
         )  # fmt: skip
         deadline = timeout or MAX_PYTHON_TIMEOUT_S
         return OutputStream(self._connection, "POST", f"{self._path}/stream", body=body, deadline=deadline)
@@ -106,8 +106,8 @@ class Python:
     ) -> Command:
         """Start code in the background. It is a command: see `box.commands.start`, also for `id`."""
         body = _body(
-            code, env, requirements, timeout=limited(timeout, MAX_PYTHON_TIMEOUT_S), args=args, variables=variables,
-            cwd=cwd, stdin=stdin, interactive=interactive or None, id=id,
+            code, env, requirements, timeout=bounded_timeout(timeout, MAX_PYTHON_TIMEOUT_S), args=args,
+            variables=variables, cwd=cwd, stdin=stdin, interactive=interactive or None, id=id,
         )  # fmt: skip
         info = self._connection.post(CommandInfo, f"{self._path}/start", body, deadline=None)
         return Command(self._connection, f"{self._base}/commands", info.id)
@@ -192,7 +192,12 @@ class CodeContext:
 
     def _cell(self, code: str, timeout: Timeout, figures: Sequence[str] | None) -> Mapping[str, object]:
         return _body(
-            code, self._env, self._requirements, timeout=attended(timeout), figures=figures, variables=self._variables
+            code,
+            self._env,
+            self._requirements,
+            timeout=run_timeout(timeout),
+            figures=figures,
+            variables=self._variables,
         )
 
 

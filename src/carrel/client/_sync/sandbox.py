@@ -20,7 +20,7 @@ from carrel.client._sync.envs import SandboxEnvironments
 from carrel.client._sync.files import Files, give, save_as
 from carrel.client._sync.mcp import Mcp
 from carrel.client._sync.python import Python
-from carrel.client.deadlines import Timeout, attended, waited
+from carrel.client.deadlines import Timeout, answer_limit, run_timeout
 from carrel.client.requests import approved, waiting
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import (
@@ -108,8 +108,8 @@ class Sandbox:
     ) -> ExecuteResult:
         """Write `files` to the workspace, then run code. The result names the files that it produced."""
         given = None if files is None else {path: base64.b64encode(data).decode() for path, data in files.items()}
-        body = {"code": code, "language": language, "timeout": attended(timeout), "files": given}
-        return self._connection.post(ExecuteResult, f"{self._path}/execute", body, deadline=waited(timeout))
+        body = {"code": code, "language": language, "timeout": run_timeout(timeout), "files": given}
+        return self._connection.post(ExecuteResult, f"{self._path}/execute", body, deadline=answer_limit(timeout))
 
     def tool(self, tool_name: str, params: Mapping[str, object] | None = None) -> ToolResult:
         """Call a tool by name, such as `create_file`, with its parameters."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from carrel.client._sync.bundles import GivenFiles, Unbundled, bundled, encoded_files
 from carrel.client._sync.connection import Connection, encoded
 from carrel.client._sync.files import save_all
-from carrel.client.deadlines import limited
+from carrel.client.deadlines import bounded_timeout
 from carrel.errors import PlatformError
 from carrel.models import MAX_PYTHON_TIMEOUT_S, EnvironmentInfo, StatelessResult
 
@@ -51,7 +51,7 @@ class StatelessPython:
             "env_name": env.name if isinstance(env, EnvironmentInfo) else env,
             "requirements": requirements,
             "template": template,
-            "timeout": limited(timeout, MAX_PYTHON_TIMEOUT_S),
+            "timeout": bounded_timeout(timeout, MAX_PYTHON_TIMEOUT_S),
             "files": given,
             "python_index": index,
         }

@@ -1,5 +1,5 @@
-"""carrel as an A2A agent: tasks that work in a workspace, wait for a person where policy asks for one, and outlive
-their process. A client of the public API; each caller's own token does what their tasks do.
+"""carrel as an A2A agent. Its tasks work in a workspace, wait for approval where policy asks for it, and outlive their
+process. It calls the public API with the token of each task's caller.
 """
 
 from carrel.extras import using

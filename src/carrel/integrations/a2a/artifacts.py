@@ -1,6 +1,6 @@
-"""Files of a workspace's `output/` as artifacts: those a task made or changed, small ones whole, large ones by address.
+"""Files in `output/` of a workspace as artifacts: those a task made or changed, small ones whole, large ones as a URL.
 
-What the sandbox says of its files is hostile: names are made harmless, sizes are counted as bytes arrive.
+What a sandbox says about its files is hostile input: names are escaped, sizes are counted as bytes arrive.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ DIRECTORY = "output"
 MOST_LISTED = 1000
 MOST_FILES = 32
 MOST_BYTES = 1024 * 1024
-"""Of one file; a larger one is named by its address."""
+"""The size of one file; for a larger one the artifact has its URL."""
 MOST_TOGETHER = 4 * 1024 * 1024
 _GONE = (FileMissing, InvalidPath, NotFound, TooLarge)
 
 Listing = dict[str, str]
-"""Path → what changes when the file does."""
+"""Path → size and time of the last change."""
 
 
 @dataclass(frozen=True)
 class OutputFiles:
-    """The files of `output/` that are new or changed, and whether there were too many to look at."""
+    """The files in `output/` that are new or changed, and whether there were too many to list."""
 
     files: list[FileInfo]
     truncated: bool = False
 
 
 async def listing(box: AsyncSandbox) -> tuple[list[FileInfo], bool]:
-    """The files in `output/`, without links; none when there is no such directory or it may not be seen."""
+    """List the files in `output/`, without links; none if the directory is missing or policy denies it."""
     try:
         found = await box.files.list(DIRECTORY, recursive=True, limit=MOST_LISTED)
     except Denied as refusal:
-        log.info("output/ of %s is not given as artifacts: %s", box.context_id, refusal.detail)
+        log.info("policy denies the files in output/ of %s as artifacts: %s", box.context_id, refusal.detail)
         return [], False
     except _GONE:
         return [], False
@@ -55,12 +55,12 @@ async def listing(box: AsyncSandbox) -> tuple[list[FileInfo], bool]:
 
 
 def marks(files: list[FileInfo]) -> Listing:
-    """What tells later whether a file is still the same."""
+    """Record size and time of each file, to see later whether it has changed."""
     return {printable(info.path): f"{info.size} {info.modified_at.timestamp():.6f}" for info in files}
 
 
 async def changed(box: AsyncSandbox, before: Listing) -> OutputFiles:
-    """The files that were made or changed since `before` was taken."""
+    """List the files that were made or changed since `before`."""
     files, truncated = await listing(box)
     now = marks(files)
     return OutputFiles(
@@ -69,7 +69,7 @@ async def changed(box: AsyncSandbox, before: Listing) -> OutputFiles:
 
 
 async def artifacts(box: AsyncSandbox, url: str, found: OutputFiles) -> AsyncIterator[Artifact]:
-    """One artifact for each file, as many as are given; the last says how many were not."""
+    """Yield one artifact per file up to a limit; the last one says how many files are left."""
     together = 0
     for info in sorted(found.files, key=lambda info: info.path)[:MOST_FILES]:
         artifact = Artifact(artifact_id=_id(info.path), name=printable(info.path))
@@ -78,7 +78,7 @@ async def artifacts(box: AsyncSandbox, url: str, found: OutputFiles) -> AsyncIte
         if info.size <= MOST_BYTES and together + info.size <= MOST_TOGETHER:
             try:
                 data = await _read(box, info.path)
-            except CarrelError as error:  # it went away, or may be listed and not read
+            except CarrelError as error:  # it was deleted, or policy allows to list it but not to read it
                 artifact.parts.append(new_text_part(f"{printable(info.path)} cannot be read: {error.detail}"))
                 yield artifact
                 continue
@@ -87,7 +87,7 @@ async def artifacts(box: AsyncSandbox, url: str, found: OutputFiles) -> AsyncIte
             together += len(data)
             artifact.parts.append(new_raw_part(data, media_type=kind, filename=name))
         else:
-            artifact.description = "too large to come along: read it at the address, with the same token"
+            artifact.description = "too large to be sent here: download it from the URL with the same token"
             artifact.parts.append(new_url_part(_address(box, url, info.path), media_type=kind, filename=name))
         yield artifact
     left = len(found.files) - MOST_FILES
@@ -97,7 +97,7 @@ async def artifacts(box: AsyncSandbox, url: str, found: OutputFiles) -> AsyncIte
 
 
 async def _read(box: AsyncSandbox, path: str) -> bytes | None:
-    """The bytes of a file; None when it has grown too large meanwhile."""
+    """Read a file; None if it has become too large meanwhile."""
     data = await box.files.read(path, length=MOST_BYTES + 1)
     return data if len(data) <= MOST_BYTES else None
 

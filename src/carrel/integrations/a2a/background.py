@@ -1,4 +1,4 @@
-"""Work that nobody waits for: it belongs to one owner, whose end ends it; a failure is logged and harms no other."""
+"""Background tasks with one owner: they are cancelled when the owner ends. A failure is logged and affects no other."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ log = logging.getLogger("carrel.a2a")
 
 
 class Background:
-    """`async with` it; what still runs at the end is cancelled and waited for."""
+    """Runs tasks inside an `async with` block; at its end, running ones are cancelled and awaited."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def start(self, work: Coroutine[object, object, None], name: str) -> asyncio.Task[None] | None:
-        """Begin some work; None once the owner has ended."""
+        """Start a task; returns None if the block has ended."""
         if self._closed:
             work.close()
             return None

@@ -1,4 +1,4 @@
-"""The agent card: what this agent is, where it is reached, and that a token is needed. Pure."""
+"""The agent card: the agent's description, its URLs and its authentication. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXT, _JSON = "text/plain", "application/json"
 
 
 def agent_card(url: str, *, model: str, version: str) -> AgentCard:
-    """The card of an agent that is reached at `url`."""
+    """Build the card of an agent at `url`."""
     url = url.rstrip("/")
     places = [(TransportProtocol.JSONRPC, url + RPC_PATH), (TransportProtocol.HTTP_JSON, url + REST_PATH)]
     return AgentCard(

@@ -1,7 +1,7 @@
-"""Between the SDK's tasks and runs of the graph: begins, waits, goes on, cancels. Many tasks at once, each on its own.
+"""Runs the SDK's tasks as runs of the graph: starts, waits, continues and cancels them, many at the same time.
 
-Only `tasks/cancel` cancels. A caller who goes away changes nothing; a process that ends leaves its tasks as they are,
-for another to go on with.
+Only `tasks/cancel` cancels a task. A caller that disconnects does not. When a process ends, its tasks stay as they are,
+and another process can continue them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,11 @@ from carrel.errors import (
     RunsElsewhere,
     Unauthorized,
 )
-from carrel.integrations.a2a import shown
+from carrel.integrations.a2a import messages
 from carrel.integrations.a2a.background import Background
 from carrel.integrations.a2a.callers import A2aCaller, Callers, caller_of
 from carrel.integrations.a2a.inbox import Inbox
 from carrel.integrations.a2a.names import carrel_context, task_thread
-from carrel.integrations.a2a.replies import text_of
 from carrel.integrations.a2a.runs import RunRequest, TaskRuns
 from carrel.integrations.a2a.tasks import TERMINAL, TaskStore
 from carrel.integrations.a2a.updates import Updates
@@ -40,18 +39,18 @@ from carrel.integrations.langgraph import Checkpoints
 
 log = logging.getLogger("carrel.a2a")
 
-NUDGE = "carrel.nudge"
-"""Set in the context of a call that the agent makes to itself."""
-SHOWN = "carrel.shown"
-"""Set in the context of a call: which words of the task its caller could see when the message came."""
+RESUMED = "carrel.resumed"
+"""Set in the context of a call that the agent makes to itself, to continue a task."""
+SEEN = "carrel.seen"
+"""Set in the context of a call: the id of the status message that its caller could see when it sent its message."""
 AT_ONCE = 32
-"""Tasks that run; more wait as `submitted`."""
+"""How many tasks run at the same time; others wait as `submitted`."""
 MOST_OF_ONE = 256
-"""Tasks of one caller that run or wait to run; one more is rejected."""
+"""How many tasks of one caller may run or wait to run; further ones are rejected."""
 LOOK_S = 2.0
 _TURNED_AWAY = (Denied, InvalidRequest, Unauthorized)
 
-Nudge = Callable[[Task, A2aCaller, str], Awaitable[None]]
+Resume = Callable[[Task, A2aCaller, str], Awaitable[None]]
 
 
 @dataclass
@@ -63,8 +62,8 @@ class _Job:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-def shown_of(task: Task) -> str:
-    """What tells the words of a task's status from earlier ones; none while it does not wait for somebody."""
+def input_message_id(task: Task) -> str:
+    """Return the id of the message with which a task waits for input; empty while it does not wait."""
     waits = task.status.state == TaskState.TASK_STATE_INPUT_REQUIRED
     return str(task.status.message.message_id) if waits else ""
 
@@ -92,17 +91,17 @@ class Executor(AgentExecutor):
         self._slots = asyncio.Semaphore(at_once)
         self._jobs: dict[str, _Job] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
-        self._nudging: set[str] = set()
+        self._resuming: set[str] = set()
         self._counts: Counter[str] = Counter()
-        self.nudge: Nudge | None = None
-        """Lets a task go on; the handler gives it."""
+        self.resume: Resume | None = None
+        """Continues a task. The handler sets it."""
 
     def knows(self, task_id: str) -> bool:
-        """Whether a task runs or waits for a person in this process."""
-        return task_id in self._jobs or task_id in self._watches or task_id in self._nudging
+        """Return whether a task runs or waits for a person in this process."""
+        return task_id in self._jobs or task_id in self._watches or task_id in self._resuming
 
     async def idle(self, task: Task) -> bool:
-        """Whether no process runs a task."""
+        """Return whether no process runs a task."""
         try:
             async with self._checkpoints.running(task_thread(carrel_context(task.context_id), task.id)):
                 return True
@@ -110,9 +109,9 @@ class Executor(AgentExecutor):
             return False
 
     async def execute(self, context: RequestContext, event_queue: EventQueue) -> None:
-        """Do what a message asks for, until the task has ended or waits for a person."""
+        """Run the task of a message until it has ended or waits for a person."""
         caller = caller_of(context.call_context)
-        nudged = context.call_context.state.get(NUDGE) is True
+        resumed = context.call_context.state.get(RESUMED) is True
         known = context.current_task
         task_id = context.task_id or ""
         context_id = known.context_id if known is not None else context.context_id or ""
@@ -123,16 +122,17 @@ class Executor(AgentExecutor):
             if known is None:
                 return
         self._stop_watching(task_id)
-        late = not new and not nudged and context.call_context.state.get(SHOWN) != shown_of(known)
-        ask = RunRequest(known, carrel_context(context_id), None if nudged else context.message, updates, new, late)
+        late = not new and not resumed and context.call_context.state.get(SEEN) != input_message_id(known)
+        ask = RunRequest(known, carrel_context(context_id), None if resumed else context.message, updates, new, late)
         self._counts[caller.name] += 1
-        job = _Job(asyncio.get_running_loop().create_task(self._run(ask, caller, nudged), name=f"run of {task_id}"))
+        job = _Job(asyncio.get_running_loop().create_task(self._run(ask, caller, resumed), name=f"run of {task_id}"))
         self._jobs[task_id] = job
         looking = self._background.start(self._look(task_id, job, context.call_context), f"look after {task_id}")
         try:
             await job.run
         except asyncio.CancelledError:
-            # Else the process ends: whoever comes next goes on. The SDK may hear of a cancel sooner than `_look` does.
+            # Without a cancel, the process is ending and another one continues the task. The SDK may notice a cancel
+            # before `_look` does.
             if not job.canceled and not await self._was_canceled(task_id, context.call_context):
                 raise
             await self._canceled(ask, caller)
@@ -145,7 +145,7 @@ class Executor(AgentExecutor):
             job.over.set()
 
     async def cancel(self, context: RequestContext, event_queue: EventQueue) -> None:
-        """End a task and every process it started."""
+        """Cancel a task and kill every process it started."""
         task_id, context_id = context.task_id or "", context.context_id or ""
         self._stop_watching(task_id)
         job = self._jobs.get(task_id)
@@ -161,62 +161,62 @@ class Executor(AgentExecutor):
         )
 
     async def kill_left(self, task: Task, caller: A2aCaller) -> None:
-        """End what a task has running that no process here runs."""
+        """Kill the commands of a task that does not run in this process."""
         context = carrel_context(task.context_id)
         thread = task_thread(context, task.id)
         async with self._callers.client(caller) as client:
             await self._runs.kill(thread, context, client)
 
     def wait_again(self, task: Task, caller: A2aCaller) -> None:
-        """Wait for the inbox to decide about a task that waits for it."""
-        if task.id not in self._watches and task.id not in self._nudging:
+        """Wait in the background until an approval that a task waits for is decided."""
+        if task.id not in self._watches and task.id not in self._resuming:
             waiting = self._background.start(self._watch(task, caller), f"wait for {task.id}")
             if waiting is not None:
                 self._watches[task.id] = waiting
 
     async def _begin(self, context: RequestContext, caller: A2aCaller, updates: Updates) -> Task | None:
-        """Take a new task, or turn it away."""
+        """Accept a new task, or reject it."""
         message = context.message or Message()
         try:
             name = carrel_context(context.context_id or "")
-            text_of(message)
+            messages.text_of(message)
             if self._counts[caller.name] >= MOST_OF_ONE:
-                raise LimitExceeded(f"{MOST_OF_ONE} of your tasks run already", hint="wait for some of them to end")
+                raise LimitExceeded(f"{MOST_OF_ONE} of your tasks are running", hint="wait until some of them end")
         except (InvalidRequest, LimitExceeded) as error:
-            await updates.begin(message, TaskState.TASK_STATE_REJECTED, None, shown.failure(error))
+            await updates.begin(message, TaskState.TASK_STATE_REJECTED, None, messages.failure(error))
             return None
         busy = self._slots.locked()
         state = TaskState.TASK_STATE_SUBMITTED if busy else TaskState.TASK_STATE_WORKING
         await updates.begin(message, state, name)
         return Task(id=context.task_id or "", context_id=context.context_id or "", history=[message])
 
-    async def _run(self, ask: RunRequest, caller: A2aCaller, nudged: bool) -> None:
+    async def _run(self, ask: RunRequest, caller: A2aCaller, resumed: bool) -> None:
         """Run a task unless another process does."""
         try:
             async with self._checkpoints.running(ask.thread):
-                waits = await self._run_alone(ask, caller, nudged)
+                waits = await self._run_alone(ask, caller, resumed)
         except RunsElsewhere:
-            if not nudged:
-                words = "The task is running: it takes no more messages until it waits for somebody."
+            if not resumed:
+                words = "The task is running: it accepts messages only while it waits for input."
                 await ask.updates.status(TaskState.TASK_STATE_WORKING, [new_text_part(words)])
             return
-        except PlatformError as error:  # the database of the checkpoints went away
+        except PlatformError as error:  # the database of the checkpoints is gone
             await self._fail(ask, error)
             return
         if waits:
             self.wait_again(ask.task, caller)
 
-    async def _run_alone(self, ask: RunRequest, caller: A2aCaller, nudged: bool) -> bool:
-        """Run a task to its end, or until it waits for a person; whether it does."""
+    async def _run_alone(self, ask: RunRequest, caller: A2aCaller, resumed: bool) -> bool:
+        """Run a task until it ends or waits for a person; return whether it waits."""
         try:
             async with self._slots, self._callers.client(caller) as client:
-                if nudged and await self._ended(ask.task.id, caller):
+                if resumed and await self._ended(ask.task.id, caller):
                     return False
                 if await self._runs.run(ask, client):
                     return True
         except CarrelError as error:
-            if nudged and isinstance(error, Unauthorized):
-                # Its caller's token is no longer good: it stays as it is until they ask for it with another.
+            if resumed and isinstance(error, Unauthorized):
+                # The caller's token is no longer valid: the task waits until they ask for it with another token.
                 log.info("task %s waits for its caller: %s", ask.task.id, error.detail)
                 return False
             await self._fail(ask, error)
@@ -230,21 +230,23 @@ class Executor(AgentExecutor):
     async def _forget(self, thread: str) -> None:
         try:
             await self._runs.forget(thread)
-        except Exception:  # the task has ended all the same
-            log.exception("the checkpoints of %s are not removed", thread)
+        except Exception:  # the task has ended nevertheless
+            log.exception("the checkpoints of %s could not be removed", thread)
 
     async def _fail(self, ask: RunRequest, error: CarrelError) -> None:
         refused = isinstance(error, _TURNED_AWAY) and not ask.task.HasField("status")
         state = TaskState.TASK_STATE_REJECTED if refused else TaskState.TASK_STATE_FAILED
-        await ask.updates.status(state, shown.failure(error))
+        await ask.updates.status(state, messages.failure(error))
 
     async def _canceled(self, ask: RunRequest, caller: A2aCaller) -> None:
         await self.kill_left(ask.task, caller)
-        await ask.updates.status(TaskState.TASK_STATE_CANCELED, [new_text_part("Canceled; all it ran was ended.")])
+        await ask.updates.status(
+            TaskState.TASK_STATE_CANCELED, [new_text_part("Canceled; all its commands were killed.")]
+        )
         self._background.start(self._clear_up(ask, caller), f"clear up after {ask.task.id}")
 
     async def _clear_up(self, ask: RunRequest, caller: A2aCaller) -> None:
-        # A command whose start was on its way when the run was cancelled runs only then.
+        # A command whose start was on its way when the run was cancelled begins only now.
         for workspace in ask.used:
             await workspace.settled()
         await self.kill_left(ask.task, caller)
@@ -263,7 +265,7 @@ class Executor(AgentExecutor):
         try:
             stored = await self._kept.tasks.get(task_id, context)
         except Exception as error:  # of either database driver
-            log.warning("whether task %s was cancelled elsewhere is not known: %s", task_id, type(error).__name__)
+            log.warning("cannot check whether task %s was cancelled elsewhere: %s", task_id, type(error).__name__)
             return False
         return stored is not None and stored.task.status.state == TaskState.TASK_STATE_CANCELED
 
@@ -276,17 +278,17 @@ class Executor(AgentExecutor):
             waiting = await self._runs.waits(task_thread(carrel_context(task.context_id), task.id))
             if waiting:
                 await self._inbox.decided(caller, [each.approval for each in waiting])
-        except Exception:  # of either database driver: it is waited for again when its caller asks for it
+        except Exception:  # of either database driver: the wait starts again when the caller asks for the task
             self._watches.pop(task.id, None)
             raise
-        # From here to its next run the task is still ours, or somebody else would let it go on a second time.
-        self._nudging.add(task.id)
+        # Until its next run the task counts as known here; otherwise a request would continue it a second time.
+        self._resuming.add(task.id)
         try:
             self._watches.pop(task.id, None)
-            if self.nudge is not None:
-                await self.nudge(task, caller, "The inbox has decided; going on.")
+            if self.resume is not None:
+                await self.resume(task, caller, "The approval was decided; continuing.")
         finally:
-            self._nudging.discard(task.id)
+            self._resuming.discard(task.id)
 
     def _stop_watching(self, task_id: str) -> None:
         watch = self._watches.pop(task_id, None)

@@ -1,5 +1,5 @@
-"""The SDK's request handler, and what it lacks: tasks of a process that is no more go on when their caller asks for
-them, because only the caller has the token to go on with.
+"""The SDK's request handler, extended: the tasks of a process that has ended continue here when their caller asks for
+them, because only the caller has the token that they need.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from a2a.utils.errors import A2AError, InvalidParamsError
 from carrel.errors import CarrelError
 from carrel.integrations.a2a.background import Background
 from carrel.integrations.a2a.callers import A2aCaller, caller_of
-from carrel.integrations.a2a.executor import NUDGE, SHOWN, Executor, shown_of
+from carrel.integrations.a2a.executor import RESUMED, SEEN, Executor, input_message_id
 from carrel.integrations.a2a.names import LONGEST
 from carrel.integrations.a2a.push import Push
 from carrel.integrations.a2a.tasks import TERMINAL, TaskStore
@@ -45,22 +45,22 @@ log = logging.getLogger("carrel.a2a")
 
 MOST_ANSWERS = 100
 LONGEST_ANSWER = 20_000
-"""Messages to one task, and the bytes of each: all of them stay in its history."""
+"""Messages to one task, and the bytes of each. All of them stay in the task's history."""
 IDLE_S = 600.0
 """How long a task that waits for a person stays in memory."""
 
 
 class _Registry(ActiveTaskRegistry):
-    """The SDK's registry of running tasks. The SDK leaves the event queues open of a task that it could not start."""
+    """The SDK's registry of running tasks. It also closes the event queues of a task that could not be started."""
 
     async def _remove_task(self, active_task: ActiveTask) -> None:
         await super()._remove_task(active_task)
-        if active_task._producer_task is None:  # it was never started, so nothing else closes its queues
+        if active_task._producer_task is None:  # never started, so nothing else closes its queues
             await active_task.aclose()
 
 
 class Handler(DefaultRequestHandlerV2):
-    """Answers every request of the protocol."""
+    """Handles every request of the protocol."""
 
     def __init__(self, executor: Executor, kept: TaskStore, card: AgentCard, push: Push, background: Background):
         super().__init__(
@@ -79,10 +79,10 @@ class Handler(DefaultRequestHandlerV2):
         self._push = push
         self._background = background
         self._reviving: set[str] = set()
-        executor.nudge = self._nudge
+        executor.resume = self._resume
 
     async def on_message_send(self, params: SendMessageRequest, context: ServerCallContext) -> Message | Task:
-        """Take a message and wait for what becomes of it."""
+        """Accept a message and wait for the result."""
         await self._prepare(params, context)
         sent: Message | Task = await super().on_message_send(params, context)
         return sent
@@ -90,21 +90,21 @@ class Handler(DefaultRequestHandlerV2):
     async def on_message_send_stream(
         self, params: SendMessageRequest, context: ServerCallContext
     ) -> AsyncGenerator[Event, None]:
-        """Take a message and tell what becomes of it."""
+        """Accept a message and stream the events of its task."""
         await self._prepare(params, context)
         async with aclosing(super().on_message_send_stream(params, context)) as events:
             async for event in events:
                 yield event
 
     async def on_get_task(self, params: GetTaskRequest, context: ServerCallContext) -> Task | None:
-        """A task as it is now."""
+        """Get a task."""
         task: Task | None = await super().on_get_task(params, context)
         if task is not None:
             self._revive_soon(task, context)
         return task
 
     async def on_list_tasks(self, params: ListTasksRequest, context: ServerCallContext) -> ListTasksResponse:
-        """The caller's tasks."""
+        """List the caller's tasks."""
         page: ListTasksResponse = await super().on_list_tasks(params, context)
         for task in page.tasks:
             self._revive_soon(task, context)
@@ -113,7 +113,7 @@ class Handler(DefaultRequestHandlerV2):
     async def on_subscribe_to_task(
         self, params: SubscribeToTaskRequest, context: ServerCallContext
     ) -> AsyncGenerator[Event, None]:
-        """Follow a task from now on."""
+        """Stream the events of a task from now on."""
         stored = await self._kept.tasks.get(params.id, context)
         if stored is not None:
             await self._revive(stored.task, caller_of(context))
@@ -122,7 +122,7 @@ class Handler(DefaultRequestHandlerV2):
                 yield event
 
     async def on_cancel_task(self, params: CancelTaskRequest, context: ServerCallContext) -> Task | None:
-        """Cancel a task, wherever it runs, and whether or not it still does."""
+        """Cancel a task, in whichever process it runs, and also when its process has ended."""
         canceled: Task | None = await super().on_cancel_task(params, context)
         if canceled is not None and not self._executor.knows(canceled.id) and await self._executor.idle(canceled):
             await self._executor.kill_left(canceled, caller_of(context))
@@ -131,7 +131,7 @@ class Handler(DefaultRequestHandlerV2):
     async def on_create_task_push_notification_config(
         self, params: TaskPushNotificationConfig, context: ServerCallContext
     ) -> TaskPushNotificationConfig:
-        """Keep a URL that is told of a task."""
+        """Store a URL for push notifications of a task."""
         await self._room_for(params.task_id, params, context)
         stored: TaskPushNotificationConfig = await super().on_create_task_push_notification_config(params, context)
         return stored
@@ -139,7 +139,7 @@ class Handler(DefaultRequestHandlerV2):
     async def _prepare(self, params: SendMessageRequest, context: ServerCallContext) -> None:
         if len(params.message.context_id) > LONGEST:
             raise InvalidParamsError(message=f"a context id has at most {LONGEST} characters")
-        if params.message.role == Role.ROLE_AGENT:  # who calls is the one to be served, whatever they are
+        if params.message.role == Role.ROLE_AGENT:  # for this agent every caller is a user
             params.message.role = Role.ROLE_USER
         stored = await self._kept.tasks.get(params.message.task_id, context) if params.message.task_id else None
         if stored is None:
@@ -148,11 +148,11 @@ class Handler(DefaultRequestHandlerV2):
             raise InvalidParamsError(message=f"a message to a task has at most {LONGEST_ANSWER} bytes")
         if sum(each.role == Role.ROLE_USER for each in stored.task.history) > MOST_ANSWERS:
             raise InvalidParamsError(message=f"a task takes {MOST_ANSWERS} messages; decide in the inbox, or cancel it")
-        context.state[SHOWN] = shown_of(stored.task)
+        context.state[SEEN] = input_message_id(stored.task)
         if params.configuration.HasField("task_push_notification_config"):
             await self._room_for(stored.task.id, params.configuration.task_push_notification_config, context)
         if not params.message.context_id:
-            # A task has one context; the SDK would make up another for a message that names the task alone.
+            # A task has one context; the SDK would create another for a message that names only the task.
             params.message.context_id = stored.task.context_id
 
     async def _room_for(self, task_id: str, config: TaskPushNotificationConfig, context: ServerCallContext) -> None:
@@ -169,7 +169,7 @@ class Handler(DefaultRequestHandlerV2):
             self._background.start(self._revive(task, caller_of(context)), f"go on with {task.id}")
 
     async def _revive(self, task: Task, caller: A2aCaller) -> None:
-        """Let a task go on that no process has in its hands."""
+        """Continue a task that no process runs."""
         if task.status.state in TERMINAL or self._executor.knows(task.id) or task.id in self._reviving:
             return
         self._reviving.add(task.id)
@@ -177,12 +177,12 @@ class Handler(DefaultRequestHandlerV2):
             if task.status.state == TaskState.TASK_STATE_INPUT_REQUIRED:
                 self._executor.wait_again(task, caller)
             elif await self._executor.idle(task):
-                await self._nudge(task, caller, "The process that ran this task is no more; going on in another.")
+                await self._resume(task, caller, "The process that ran this task has ended; continuing in another.")
         finally:
             self._reviving.discard(task.id)
 
-    async def _nudge(self, task: Task, caller: A2aCaller, words: str) -> None:
-        """Send a task a message of our own, after which it looks for itself how to go on."""
+    async def _resume(self, task: Task, caller: A2aCaller, words: str) -> None:
+        """Send a task a message from the agent itself, so that it checks its state and continues."""
         message = Message(
             role=Role.ROLE_AGENT,
             message_id=str(uuid.uuid4()),
@@ -190,9 +190,9 @@ class Handler(DefaultRequestHandlerV2):
             context_id=task.context_id,
             parts=[new_text_part(words)],
         )
-        state: dict[str, Any] = {NUDGE: True}
+        state: dict[str, Any] = {RESUMED: True}
         request = SendMessageRequest(message=message, configuration=SendMessageConfiguration(return_immediately=True))
         try:
             await super().on_message_send(request, ServerCallContext(user=caller, state=state))
         except A2AError as error:  # it has ended meanwhile
-            log.info("task %s does not go on: %s", task.id, error.message)
+            log.info("task %s does not continue: %s", task.id, error.message)

@@ -1,4 +1,4 @@
-"""Waits for carrel's inbox to decide: one stream of approvals for each caller, however many of their tasks wait."""
+"""Waits until approvals are decided, with one stream of approvals for each caller, however many of their tasks wait."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from carrel.errors import CarrelError, PlatformError
 from carrel.integrations.a2a.background import Background
 from carrel.integrations.a2a.callers import A2aCaller, Callers
 from carrel.models import ApprovalState
+from carrel.primitives.backoff import Backoff
 
 log = logging.getLogger("carrel.a2a")
 
@@ -19,12 +20,12 @@ LOOK_S = 2.0
 
 
 class _InboxWatch:
-    """What is waited for with one caller's token."""
+    """The approvals that are awaited with one caller's token."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, set[asyncio.Event]] = {}
         self.shown: set[str] = set()
-        """Pending in the stream: it will say when that changes."""
+        """Approvals that the stream has shown as pending; it will report their change."""
         self.lost = False
         self.task: asyncio.Task[None] | None = None
 
@@ -38,7 +39,7 @@ class _InboxWatch:
 
 
 class Inbox:
-    """The inbox as callers see it. Decides nothing."""
+    """Waits for approvals. It decides none."""
 
     def __init__(self, callers: Callers, background: Background, *, pause_s: float = 0.5):
         self._callers = callers
@@ -47,7 +48,7 @@ class Inbox:
         self._watches: dict[str, _InboxWatch] = {}
 
     async def decided(self, caller: A2aCaller, approvals: Iterable[str]) -> None:
-        """Return once one of the approvals no longer waits, or cannot be seen any more."""
+        """Wait until one of the approvals is no longer pending, or cannot be read any more."""
         watch = self._watches.get(caller.token)
         if watch is None or watch.lost:
             watch = self._watches[caller.token] = _InboxWatch()
@@ -58,7 +59,7 @@ class Inbox:
             watch.task = self._background.start(self._follow(caller, watch), f"inbox of {caller!r}")
         try:
             async with self._callers.client(caller) as client:
-                if await self._any_decided(client, names):  # it may be from before the stream began
+                if await self._any_decided(client, names):  # it may have happened before the stream began
                     return
             await event.wait()
         finally:
@@ -79,29 +80,28 @@ class Inbox:
                     return True
             except PlatformError:
                 return False
-            except CarrelError:  # gone, or out of reach: whoever waits has to look
+            except CarrelError:  # it is gone or not readable: the task has to check it
                 return True
         return False
 
     async def _follow(self, caller: A2aCaller, watch: _InboxWatch) -> None:
-        pause = self._pause_s
+        backoff = Backoff(self._pause_s, LONGEST_PAUSE_S)
         while True:
             try:
                 async with self._callers.client(caller) as client, asyncio.TaskGroup() as group:
                     looking = group.create_task(self._look(client, watch))
                     await self._read(client, watch)
                     looking.cancel()
-                pause = self._pause_s
+                backoff.reset()
             except* PlatformError as errors:
-                log.info("the inbox cannot be followed for now: %s", errors.exceptions[0])
+                log.info("approvals cannot be watched for now: %s", errors.exceptions[0])
             except* CarrelError as errors:
-                log.info("the inbox cannot be followed by %r: %s", caller, errors.exceptions[0])
+                log.info("approvals cannot be watched by %r: %s", caller, errors.exceptions[0])
                 watch.lost = True
             if watch.lost:
                 watch.tell_all()
                 return
-            await asyncio.sleep(pause)
-            pause = min(LONGEST_PAUSE_S, pause * 2)
+            await asyncio.sleep(backoff.next_pause())
 
     async def _read(self, client: AsyncClient, watch: _InboxWatch) -> None:
         watch.shown.clear()
@@ -113,7 +113,7 @@ class Inbox:
                 watch.tell(info.id)
 
     async def _look(self, client: AsyncClient, watch: _InboxWatch) -> None:
-        """Look at what the stream has not shown: it was decided before the stream began, or is about to be shown."""
+        """Check the approvals that the stream has not shown: they may have been decided before it began."""
         while True:
             for name in [name for name in watch.waiting if name not in watch.shown]:
                 if await self._any_decided(client, [name]):

@@ -1,7 +1,7 @@
-"""Tells callers' URLs what becomes of their tasks, in the background, each task's events in their order.
+"""Push notifications: sends the events of tasks to callers' URLs, in the background and in order for each task.
 
-The URL is the caller's, so that it may lead nowhere it should not: only http and https, only public addresses unless
-the agent's configuration names the host, no redirects; the address that was checked is the one that is connected to.
+A caller chooses the URL, so it is restricted: only http and https, only public addresses unless the configuration of
+the agent names the host, no redirects, and the connection goes to the address that was checked.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ from google.protobuf.json_format import MessageToJson  # type: ignore[import-unt
 
 from carrel.errors import CarrelError, Denied, InvalidRequest, LimitExceeded
 from carrel.integrations.a2a.background import Background
+from carrel.primitives.backoff import Backoff
 
 log = logging.getLogger("carrel.a2a")
 
 TOKEN_HEADER = "X-A2A-Notification-Token"  # noqa: S105 - the name of a header
 MOST_CONFIGS = 8
-"""URLs that one task tells."""
+"""URLs of one task."""
 MOST_WAITING = 200
-"""Events of one task that wait to be told."""
+"""Events of one task that wait to be sent."""
 MOST_AT_ONCE = 64
 TRIES = 4
+LONGEST_PAUSE_S = 60.0
 TIMEOUT_S = 10.0
 LONGEST_URL = 2000
 
 
 @dataclass(frozen=True)
 class PushTarget:
-    """Where a notification goes: the URL with the address that was checked, and the name it stands for."""
+    """The target of a notification: a URL with the checked address, and the original host name."""
 
     url: str
     host: str
@@ -45,7 +47,7 @@ class PushTarget:
 
 
 def is_public(text: str) -> bool:
-    """Whether an address is ordinary unicast of the public internet; what may mean another address is not."""
+    """Return whether an address is an ordinary unicast address of the public internet."""
     from carrel.policy.rules.addresses import read, why_not_public
 
     address = read(text.partition("%")[0])
@@ -53,20 +55,20 @@ def is_public(text: str) -> bool:
 
 
 class Destinations:
-    """Which URLs may be told. `hosts` are names and addresses, or `*.` and a domain, that are always right."""
+    """Decides which URLs may be notified. `hosts` are names, addresses or `*.domain` that are always allowed."""
 
     def __init__(self, hosts: Sequence[str] = ()):
         for each in hosts:
             if not each or "/" in each or each in {"*", "*."} or "*" in each.removeprefix("*."):
                 raise InvalidRequest(
-                    f"'{each}' is no host to be told of tasks",
+                    f"'{each}' is not a host for push notifications",
                     field="push_hosts",
                     hint="name a host, an address, or *.example.org",
                 )
         self._hosts = frozenset(each.lower() for each in hosts)
 
     def read(self, url: str) -> SplitResult:
-        """The parts of a URL that may be told; `InvalidRequest` for one that never may."""
+        """Parse a URL. Raises `InvalidRequest` if its form is not allowed."""
         try:
             parts = urlsplit(url)
             usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and (parts.port or 1) > 0
@@ -74,11 +76,11 @@ class Destinations:
         except ValueError:
             usable = False
         if not usable or len(url) > LONGEST_URL or not url.isascii() or not url.isprintable():
-            raise InvalidRequest("a push notification goes to an http or https URL", field="url")
+            raise InvalidRequest("push notifications need an http or https URL", field="url")
         return parts
 
     async def resolve(self, url: str) -> PushTarget:
-        """Where a URL leads now. `Denied` when that is no place for a caller to name."""
+        """Resolve a URL to an address. Raises `Denied` if the address is not public."""
         parts = self.read(url)
         name = parts.hostname or ""
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -91,7 +93,7 @@ class Destinations:
             raise Denied(
                 f"'{name}' is not on the public internet",
                 field="url",
-                hint="whoever runs this agent can allow it with --push-hosts",
+                hint="the operator of this agent can allow it with --push-hosts",
             )
         address = addresses[0]
         place = f"[{address}]" if ":" in address else address
@@ -104,7 +106,7 @@ class Destinations:
 
 
 class Push(PushNotificationSender):
-    """Delivers in the background: a receiver that is slow keeps no task waiting."""
+    """Sends notifications in the background, so that a slow receiver delays no task."""
 
     def __init__(
         self,
@@ -125,7 +127,7 @@ class Push(PushNotificationSender):
         self._client = httpx.AsyncClient(timeout=timeout_s, follow_redirects=False, trust_env=False)
 
     async def check(self, url: str) -> bool:
-        """Whether a URL may be told. For the SDK, which asks when one is given."""
+        """Return whether a URL may be notified. The SDK calls this when a caller gives one."""
         try:
             await self._destinations.resolve(url)
         except CarrelError as error:
@@ -135,12 +137,12 @@ class Push(PushNotificationSender):
 
     @staticmethod
     def room(known: int) -> None:
-        """Refuse one URL more than a task may tell."""
+        """Check that a task with so many URLs may have one more."""
         if known >= MOST_CONFIGS:
-            raise LimitExceeded(f"a task tells at most {MOST_CONFIGS} URLs", field="url")
+            raise LimitExceeded(f"a task may have at most {MOST_CONFIGS} push notification URLs", field="url")
 
     async def send_notification(self, task_id: str, event: PushNotificationEvent) -> None:
-        """Tell what happened, soon. Never waits for a receiver."""
+        """Queue an event. Never waits for a receiver."""
         configs = await self._store.get_info_for_dispatch(task_id)
         if not configs:
             return
@@ -153,40 +155,41 @@ class Push(PushNotificationSender):
             try:
                 queue.put_nowait((config, body))
             except asyncio.QueueFull:
-                log.warning("task %s has more to tell than its receivers take: an event is not told", task_id)
+                log.warning("the push notifications of task %s are too slow: an event is dropped", task_id)
 
     async def _deliver(self, task_id: str, queue: asyncio.Queue[tuple[TaskPushNotificationConfig, bytes]]) -> None:
         try:
             while not queue.empty():
                 config, body = queue.get_nowait()
-                await self._tell(task_id, config, body)
+                await self._send(task_id, config, body)
         finally:
             del self._waiting[task_id]
 
-    async def _tell(self, task_id: str, config: TaskPushNotificationConfig, body: bytes) -> None:
-        said = ""
+    async def _send(self, task_id: str, config: TaskPushNotificationConfig, body: bytes) -> None:
+        problem = ""
+        backoff = Backoff(self._pause_s, LONGEST_PAUSE_S)
         for attempt in range(TRIES):
             if attempt:
-                await asyncio.sleep(self._pause_s * 2 ** (attempt - 1))
+                await asyncio.sleep(backoff.next_pause())
             try:
-                async with self._at_once:  # not while it pauses: who cannot be told keeps nobody else from it
+                async with self._at_once:  # released during the pause, so that other receivers are not delayed
                     status = await self._post(await self._destinations.resolve(config.url), config, body)
             except Denied as refusal:
-                said = refusal.detail
+                problem = refusal.detail
                 break
             except (httpx.HTTPError, httpx.InvalidURL, CarrelError, TimeoutError, ValueError) as error:
-                said = type(error).__name__
+                problem = type(error).__name__
                 continue
             if status < 300:
                 return
-            said = f"status {status}"
-        log.warning("%s was not told of task %s: %s", urlsplit(config.url).hostname, task_id, said)
+            problem = f"status {status}"
+        log.warning("%s was not notified of task %s: %s", urlsplit(config.url).hostname, task_id, problem)
 
     async def _post(self, target: PushTarget, config: TaskPushNotificationConfig, body: bytes) -> int:
-        """Send it. Of the answer only the status is read: the rest is whatever a stranger sends."""
+        """Send a notification. Only the status of the answer is read, because the receiver is not trusted."""
         about = {"sni_hostname": target.name}
         headers = _headers(config, target)
-        # The client's own limit begins anew with each byte: a receiver that sends them one by one would never end.
+        # The client's own timeout restarts with each byte: a receiver that sends one at a time would never time out.
         async with asyncio.timeout(self._timeout_s):
             async with self._client.stream(
                 "POST", target.url, content=body, headers=headers, extensions=about

@@ -1,6 +1,6 @@
-"""Forgets what ended long ago: tasks with all that is kept of them, and conversations of which no task is left.
+"""Deletes tasks that ended long ago with all their data, and conversations that have no task left.
 
-A task that runs or waits is never forgotten. Any process on the database may do it, several at once.
+A task that runs or waits is never deleted. Several processes on the same database may do this at the same time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from carrel.errors import InvalidRequest, RunsElsewhere
 from carrel.integrations.a2a.conversations import Conversations
-from carrel.integrations.a2a.names import carrel_context, conversation, task_thread
+from carrel.integrations.a2a.names import carrel_context, task_thread
 from carrel.integrations.a2a.tasks import TaskStore
 from carrel.integrations.langgraph import Checkpoints
 
@@ -25,7 +25,7 @@ AT_ONCE = 100
 
 
 class Retention:
-    """Keeps tasks for `keep_days` after their end."""
+    """Deletes tasks `keep_days` after their end."""
 
     def __init__(self, kept: TaskStore, conversations: Conversations, checkpoints: Checkpoints, *, keep_days: float):
         if not 0 < keep_days <= MOST_DAYS:
@@ -40,22 +40,22 @@ class Retention:
         self._keep = timedelta(days=keep_days)
 
     async def run(self) -> None:
-        """Sweep now and then, for as long as the agent runs."""
+        """Delete old tasks every hour, as long as the agent runs."""
         while True:
             try:
                 await self._kept.prune()
                 swept = await self.sweep()
                 if swept:
-                    log.info("%d tasks that ended long ago were forgotten", swept)
-            except Exception as error:  # of either database driver: the next time may do
-                log.warning("old tasks cannot be forgotten for now: %s", type(error).__name__)
+                    log.info("deleted %d tasks that ended long ago", swept)
+            except Exception as error:  # of either database driver: the next sweep may succeed
+                log.warning("old tasks cannot be deleted for now: %s", type(error).__name__)
             await asyncio.sleep(EVERY_S)
 
     async def sweep(self) -> int:
-        """Forget what is old enough; how many tasks that were."""
+        """Delete what is old enough; return the number of tasks."""
         swept = 0
         while found := await self._kept.ended(self._keep, AT_ONCE):
-            # Their rows go last: whatever stops this, the next sweep finds the rest by them.
+            # Delete the rows last: if this is interrupted, the next sweep finds the rest by them.
             for task_id, context_id in found:
                 await self._conversations.drop(task_thread(carrel_context(context_id), task_id))
             ids = [task_id for task_id, _ in found]
@@ -66,11 +66,11 @@ class Retention:
         return swept
 
     async def _forget_conversation(self, context_id: str, ids: Sequence[str]) -> None:
-        """Forget what was said in a context that has no task but these."""
-        thread = conversation(carrel_context(context_id))
+        """Delete the conversation of a context that has no other task than these."""
+        thread = carrel_context(context_id)
         try:
             async with self._checkpoints.running(thread):
                 if not await self._kept.any_of(context_id, besides=ids):
                     await self._conversations.drop(thread)
-        except RunsElsewhere:  # a task of it ends just now: its own end will be found
+        except RunsElsewhere:  # a task of it is just ending; the sweep that deletes that task will find it
             return

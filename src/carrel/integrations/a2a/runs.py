@@ -1,6 +1,6 @@
-"""One run of the graph for one task: from its beginning, from what a person said, or from where another process was.
+"""One run of the graph for one task: from its start, from a person's answer, or from where another process stopped.
 
-Knows the graph and the workspace; what it has to tell goes out through `Updates`.
+Knows the graph and the workspace; it reports through `Updates`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from a2a.helpers import new_data_part, new_text_part
 from a2a.types.a2a_pb2 import Artifact, Message, Role, Task, TaskState
@@ -20,36 +20,30 @@ from langgraph.types import Command, StateSnapshot
 
 from carrel.client import AsyncClient, AsyncSandbox
 from carrel.errors import CarrelError, LimitExceeded, ServerUnreachable
-from carrel.integrations.a2a import artifacts, replies, shown
+from carrel.integrations.a2a import artifacts, messages
 from carrel.integrations.a2a.conversations import Conversations
 from carrel.integrations.a2a.names import task_thread
+from carrel.integrations.a2a.tasks import TaskStore
 from carrel.integrations.a2a.updates import Updates
 from carrel.integrations.langgraph import PendingApproval, Workspace, answer, at_rest, pending
 from carrel.integrations.langgraph.graph import Graph
 from carrel.integrations.langgraph.workspace import commands_of
+from carrel.primitives.backoff import Backoff
 
 log = logging.getLogger("carrel.a2a")
 
 ANSWER = "answer"
 TRIES = 5
-"""How often a run goes on again when carrel could not be reached; nothing is done twice."""
-
-
-class Beginnings(Protocol):
-    """Where the files that a task began with are kept."""
-
-    async def beginning(self, task_id: str) -> dict[str, str] | None:
-        """What was kept; None when it has not begun."""
-
-    async def begin(self, task_id: str, files: dict[str, str]) -> None:
-        """Keep it."""
+"""How often a run is tried when carrel cannot be reached. No operation is repeated."""
+LONGEST_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """What a run is for. `message` is None when nobody said anything: it only goes on, if it can.
+    """A request to run a task. `message` is None when there is no new message and the task only continues.
 
-    `late` is what was sent before the task asked for what it waits for now. `used` is whatever the run works in.
+    `late` is true for a message that was sent before the task asked its current question. `used` collects the
+    workspaces of the run.
     """
 
     task: Task
@@ -67,15 +61,15 @@ class RunRequest:
 
     @property
     def config(self) -> RunnableConfig:
-        """The same for the graph."""
+        """The thread as the graph's configuration."""
         return {"configurable": {"thread_id": self.thread}}
 
 
 _EMPTY = StateSnapshot({}, (), {"configurable": {}}, None, None, None, (), ())
 
 
-class _Nothing(Exception):
-    """There is nothing to run: it was said why."""
+class _NothingToRun(Exception):
+    """The caller was told why there is nothing to run."""
 
 
 class TaskRuns:
@@ -85,22 +79,22 @@ class TaskRuns:
         self,
         graph: Graph,
         conversations: Conversations,
-        beginnings: Beginnings,
+        store: TaskStore,
         *,
         approver: AsyncClient | None = None,
         speaks: bool = True,
         pause_s: float = 1.0,
     ):
-        # Without a model there is no step but what the caller said, and nobody to remember the conversation.
+        # Without a language model there are no steps to report, and no conversation to continue.
         self._speaks = speaks
         self._graph = graph
         self._conversations = conversations
-        self._beginnings = beginnings
+        self._store = store
         self._approver = approver
         self._pause_s = pause_s
 
     async def run(self, ask: RunRequest, client: AsyncClient) -> list[PendingApproval]:
-        """Run until the task has ended or waits for a person; then what it waits for."""
+        """Run until the task has ended or waits for a person; return the approvals it waits for."""
         box = await client.sandbox(ask.context)
         before = await self._before(ask, box)
         state = _EMPTY if ask.new else await self._graph.aget_state(ask.config)
@@ -112,51 +106,51 @@ class TaskRuns:
                 given = await self._input(ask, state)
                 await self._go(ask, given, workspace)
                 state = await self._graph.aget_state(ask.config)
-        except _Nothing:
+        except _NothingToRun:
             return list(pending(state).values())
         waiting = list(pending(state).values())
         if waiting:
-            parts = shown.waiting(waiting, decides=self._approver is not None)
+            parts = messages.waiting(waiting, decides=self._approver is not None)
             await ask.updates.status(TaskState.TASK_STATE_INPUT_REQUIRED, parts)
         else:
             await self._finish(ask, client, box, state, before)
         return waiting
 
     async def waits(self, thread: str) -> list[PendingApproval]:
-        """What a task waits for, by its thread."""
+        """Return the approvals that a thread waits for."""
         state = await self._graph.aget_state({"configurable": {"thread_id": thread}})
         return list(pending(state).values())
 
     @staticmethod
     async def kill(thread: str, context: str, client: AsyncClient) -> None:
-        """End the commands of a task with all they started, also those that a process left which is no more."""
+        """Kill the commands of a task with everything they started, also those that an ended process has left."""
         try:
             box = client.attach(await client.find(context))
             mine = [each.id for each in await box.commands.list() if each.id.startswith(commands_of(thread))]
         except CarrelError as error:
-            log.info("no command of %s is killed: %s", thread, error.detail)
+            log.info("the commands of %s cannot be killed: %s", thread, error.detail)
             return
         for each in mine:
             try:
                 await box.commands.get(each).kill()
             except CarrelError as error:
-                log.info("command %s of %s is not killed: %s", each, thread, error.detail)
+                log.info("command %s of %s cannot be killed: %s", each, thread, error.detail)
 
     async def forget(self, thread: str) -> None:
-        """Drop the checkpoints of a task that has ended."""
+        """Delete the checkpoints of a task that has ended."""
         await self._conversations.drop(thread)
 
     async def _before(self, ask: RunRequest, box: AsyncSandbox) -> artifacts.Listing:
-        before = None if ask.new else await self._beginnings.beginning(ask.task.id)
+        before = None if ask.new else await self._store.initial_files(ask.task.id)
         if before is None:
             before = artifacts.marks((await artifacts.listing(box))[0])
-            await self._beginnings.begin(ask.task.id, before)
+            await self._store.save_initial_files(ask.task.id, before)
         return before
 
     async def _input(self, ask: RunRequest, state: StateSnapshot) -> dict[str, object] | Command[Any] | None:
-        """What the graph goes on with; `_Nothing` after words about why it does not."""
+        """Return the input of the graph. Raises `_NothingToRun` after telling the caller why."""
         if not state.values:
-            said = HumanMessage(replies.text_of(_first(ask.task)), id=_first_id(ask.task))
+            said = HumanMessage(messages.text_of(_first(ask.task)), id=_first_id(ask.task))
             before = await self._conversations.read(ask.context) if self._speaks else []
             return {"messages": [*before, said]}
         waiting = pending(state)
@@ -166,58 +160,59 @@ class TaskRuns:
             return answer(state, "look")
         problem, decision = self._read(ask, ask.message, list(waiting.values()))
         if decision is None:
-            parts = shown.waiting(waiting.values(), decides=self._approver is not None, said=problem)
+            parts = messages.waiting(waiting.values(), decides=self._approver is not None, said=problem)
             await ask.updates.status(TaskState.TASK_STATE_INPUT_REQUIRED, parts)
-            raise _Nothing
+            raise _NothingToRun
         return answer(state, decision.decision, message=decision.message, approval=decision.approval)
 
     def _read(
         self, ask: RunRequest, message: Message, waiting: Sequence[PendingApproval]
-    ) -> tuple[str | None, replies.Decision | None]:
-        """What a person decided, or why that cannot be taken for a decision."""
-        decision = replies.decision_of(message)
+    ) -> tuple[str | None, messages.Decision | None]:
+        """Return a person's decision, or why the message is not one."""
+        decision = messages.decision_of(message)
         if decision is None:
             return "This is neither `approve` nor `deny`.", None
         if decision.approval is None and ask.late:
-            return "This was sent before the task asked for what it waits for now.", None
+            return "This was sent before the task asked its current question.", None
         if decision.approval is None and len(waiting) > 1:
-            return "Several things wait: name the one that you mean.", None
+            return "Several operations wait: name the approval that you mean.", None
         if decision.approval is not None and all(each.approval != decision.approval for each in waiting):
             return f"The task does not wait for {decision.approval}.", None
         if decision.decision == "approve" and self._approver is None:
-            return "This agent may not approve what it asked for itself.", None
+            return "This agent may not approve its own requests.", None
         return None, decision
 
     async def _go(self, ask: RunRequest, given: dict[str, object] | Command[Any] | None, workspace: Workspace) -> None:
         await ask.updates.working(again=ask.message is None)
+        backoff = Backoff(self._pause_s, LONGEST_PAUSE_S)
         for attempt in range(TRIES):
             try:
                 stream = self._graph.astream(
                     given, ask.config, context=workspace, stream_mode="updates", durability="sync"
                 )
                 async for update in stream:
-                    for line in shown.steps(update):
+                    for line in messages.steps(update):
                         if self._speaks:
                             await ask.updates.step(line)
                 return
             except ServerUnreachable:
                 if attempt + 1 == TRIES:
                     raise
-                await asyncio.sleep(self._pause_s * 2**attempt)
-                if not isinstance(given, Command):  # an answer that did not arrive is given again
+                await asyncio.sleep(backoff.next_pause())
+                if not isinstance(given, Command):  # an answer that did not arrive is sent again
                     given = None
             except GraphRecursionError:
-                raise LimitExceeded("the model went round in circles", hint="ask for less at once") from None
+                raise LimitExceeded("the model did not finish within its steps", hint="ask for less at once") from None
 
     async def _finish(
         self, ask: RunRequest, client: AsyncClient, box: AsyncSandbox, state: StateSnapshot, before: artifacts.Listing
     ) -> None:
-        said = _own(shown.messages_in(state.values), _first_id(ask.task))
+        said = _own(messages.messages_in(state.values), _first_id(ask.task))
         await self._conversations.add(ask.context, said)
-        final = Artifact(artifact_id=ANSWER, name=ANSWER, parts=[new_text_part(shown.answer(said))])
-        result = shown.results(said)
+        final = Artifact(artifact_id=ANSWER, name=ANSWER, parts=[new_text_part(messages.answer(said))])
+        result = messages.results(said)
         if result is not None:
-            final.parts.append(new_data_part(result, media_type=shown.JSON))
+            final.parts.append(new_data_part(result, media_type=messages.JSON))
         await ask.updates.artifact(final)
         found = await artifacts.changed(box, before)
         async for artifact in artifacts.artifacts(box, client.url, found):
@@ -239,7 +234,7 @@ def _first_id(task: Task) -> str:
 
 
 def _own(messages: Sequence[BaseMessage], first: str) -> list[BaseMessage]:
-    """The messages of this task, without those of the conversation it began with."""
+    """Return the messages of this task, without those of the conversation before it."""
     for place, message in enumerate(messages):
         if message.id == first:
             return list(messages[place:])

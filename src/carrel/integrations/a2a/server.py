@@ -1,7 +1,4 @@
-"""The agent as a process: puts graph, stores and routes together behind one socket, and takes them down again.
-
-It holds no token of its own but, if it is given one, the approver's.
-"""
+"""The agent's process: connects graph, stores and routes behind one socket. It holds no token but the approver's."""
 
 from __future__ import annotations
 
@@ -26,14 +23,12 @@ from starlette.routing import BaseRoute, Route
 
 from carrel.client import AsyncClient
 from carrel.integrations.a2a.background import Background
-from carrel.integrations.a2a.callers import Callers
+from carrel.integrations.a2a.callers import CallContexts, Callers, TokenGate
 from carrel.integrations.a2a.card import REST_PATH, RPC_PATH, agent_card
 from carrel.integrations.a2a.conversations import Conversations
 from carrel.integrations.a2a.executor import AT_ONCE, Executor
-from carrel.integrations.a2a.gate import CallContexts, TokenGate
 from carrel.integrations.a2a.handler import Handler
 from carrel.integrations.a2a.inbox import Inbox
-from carrel.integrations.a2a.logs import CallersMistakes
 from carrel.integrations.a2a.push import Destinations, Push
 from carrel.integrations.a2a.retention import KEEP_DAYS, Retention
 from carrel.integrations.a2a.runs import TaskRuns
@@ -45,13 +40,20 @@ GRACE_S = 5
 TABLES, TABLES_S = "the tables of tasks", 30.0
 HEALTH, METRICS, OLD_CARD = "/healthz", "/metrics", "/.well-known/agent.json"
 CARD_CACHE = "public, max-age=300"
-"""The card changes only when the agent is started anew."""
+"""The card changes only when the agent is restarted."""
 OPEN_PATHS = frozenset({AGENT_CARD_WELL_KNOWN_PATH, OLD_CARD, HEALTH})
+_CALLERS_MISTAKES = (
+    "Failed to parse request params",
+    "Failed to validate base JSON-RPC request",
+    "Validation failure",
+    "Version mismatch",
+)
+_ANSWERED = "Request Error"  # a warning when the request was wrong, an error when the agent was
 
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """What an agent is started with."""
+    """The settings of an agent."""
 
     carrel_url: str
     database: str
@@ -64,40 +66,40 @@ class AgentSettings:
     push_hosts: tuple[str, ...] = ()
     at_once: int = AT_ONCE
     keep_days: float = KEEP_DAYS
-    """How long a task is kept after its end."""
+    """Tasks are deleted this long after their end."""
 
 
 @dataclass(frozen=True)
 class RunningAgent:
-    """An agent that takes requests."""
+    """The URLs of a running agent."""
 
     url: str
     card_url: str
 
 
 class _HttpServer(uvicorn.Server):
-    """Runs inside the loop of its owner, to whom signals belong."""
+    """A uvicorn server that leaves signals to its owner."""
 
     def __init__(self, config: uvicorn.Config):
         super().__init__(config)
         self.up = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take connections from now on."""
+        """Start to accept connections."""
         await super().startup(sockets)
         self.up.set()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
+        """Capture no signals."""
         yield
 
 
 @asynccontextmanager
 async def running(settings: AgentSettings, model: BaseChatModel | None = None) -> AsyncIterator[RunningAgent]:
-    """An agent while the block runs. Afterwards its tasks are as they were, for another process to go on with.
+    """Run an agent during the block. Afterwards another process can continue its tasks.
 
-    A `model` of your own is used in place of the one that the settings name.
+    A given `model` is used instead of the one that the settings name.
     """
     destinations = Destinations(settings.push_hosts)
     metrics = ModelMetrics()
@@ -108,7 +110,7 @@ async def running(settings: AgentSettings, model: BaseChatModel | None = None) -
         url = (settings.public_url or url_of(settings.host, listener.getsockname()[1])).rstrip("/")
         card = agent_card(url, model=settings.model, version=version("carrel"))
         checkpoints = await stack.enter_async_context(open_checkpointer(settings.database))
-        async with checkpoints.running(TABLES, wait_s=TABLES_S):  # two that start at once do not make them twice
+        async with checkpoints.running(TABLES, wait_s=TABLES_S):  # agents that start together create tables once
             kept = await stack.enter_async_context(open_tasks(settings.database))
         callers = Callers(settings.carrel_url)
         stack.push_async_callback(callers.close)
@@ -173,7 +175,7 @@ async def _serve(settings: AgentSettings) -> None:
 
 
 def _welcome(agent: RunningAgent, settings: AgentSettings) -> str:
-    decides = "answers to tasks are given to the inbox" if settings.approver_token else "the inbox alone decides"
+    decides = "callers' answers decide" if settings.approver_token else "decided with `carrel approve`"
     return (
         f"carrel agent listens on {agent.url}\n"
         f"  card      {agent.card_url}\n"
@@ -192,7 +194,7 @@ def serve(settings: AgentSettings, *, log_level: str = "info") -> None:
         for name in ("a2a", "uvicorn", "httpx"):
             logging.getLogger(name).setLevel(logging.WARNING)
         for handler in logging.getLogger().handlers:
-            handler.addFilter(CallersMistakes())
+            handler.addFilter(_CallersMistakes())
     with asyncio.Runner(loop_factory=_loop()) as runner:
         runner.run(_serve(settings))
 
@@ -200,6 +202,19 @@ def serve(settings: AgentSettings, *, log_level: str = "info") -> None:
 def _loop() -> Callable[[], asyncio.AbstractEventLoop]:
     try:
         import uvloop
-    except ModuleNotFoundError:  # it comes with the server, which may be on another machine
+    except ModuleNotFoundError:  # it is part of the server's packages, which may not be installed here
         return asyncio.new_event_loop
     return uvloop.new_event_loop
+
+
+class _CallersMistakes(logging.Filter):
+    """Drops the SDK's log records of invalid requests, which often have a traceback. Their callers get an error."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log a record."""
+        words = str(record.msg)
+        if not record.name.startswith("a2a."):
+            return True
+        if words.startswith(_ANSWERED):
+            return record.levelno >= logging.ERROR
+        return not words.startswith(_CALLERS_MISTAKES)

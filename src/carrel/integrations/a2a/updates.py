@@ -1,4 +1,4 @@
-"""What a task tells of itself while it runs, as events of the SDK. Nothing follows once it has ended."""
+"""Reports the state of a task as events of the SDK. No event follows the end of a task."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from a2a.types.a2a_pb2 import (
 from carrel.integrations.a2a.tasks import TERMINAL
 
 MOST_STEPS = 200
-"""Steps of one task that are told one by one; each stays in its history."""
+"""The first steps of a task are reported one by one, and stay in its history."""
 
 
 class Updates:
@@ -40,7 +40,7 @@ class Updates:
     async def begin(
         self, message: Message, state: TaskState, carrel_context: str | None, parts: Sequence[Part] = ()
     ) -> None:
-        """The task itself, as it begins; or is turned away."""
+        """Report a new task, which begins or is rejected."""
         task = Task(id=self._task_id, context_id=self._context_id, history=[message], status=self._status(state, parts))
         if carrel_context is not None:
             task.metadata.update({"carrel_context": carrel_context})
@@ -48,7 +48,7 @@ class Updates:
         await self._queue.enqueue_event(task)
 
     async def status(self, state: TaskState, parts: Sequence[Part] = ()) -> None:
-        """A new state."""
+        """Report a new state."""
         if self.ended:
             return
         self._state, self.ended = state, state in TERMINAL
@@ -58,18 +58,18 @@ class Updates:
         await self._queue.enqueue_event(event)
 
     async def working(self, *, again: bool = False) -> None:
-        """That it runs, unless that was said; or that it runs again."""
+        """Report that the task runs, unless that was reported; with `again` report it anyway."""
         if again or self._state != TaskState.TASK_STATE_WORKING:
             await self.status(TaskState.TASK_STATE_WORKING)
 
     async def step(self, line: str) -> None:
-        """What the task does now."""
+        """Report what the task does now."""
         self._steps += 1
         if self._steps <= MOST_STEPS:
             await self.status(TaskState.TASK_STATE_WORKING, [new_text_part(line)])
 
     async def artifact(self, artifact: Artifact) -> None:
-        """Something the task has made. One of the same id replaces it."""
+        """Report a result of the task. A later one with the same id replaces it."""
         if not self.ended:
             event = TaskArtifactUpdateEvent(
                 task_id=self._task_id, context_id=self._context_id, artifact=artifact, last_chunk=True

@@ -23,7 +23,7 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.integrations.langgraph.locks import FileLocks, Locks, PostgresLocks, held
-from carrel.integrations.langgraph.sqlite import NearConnection
+from carrel.integrations.langgraph.sqlite import InlineConnection
 
 BUSY_S = 30.0
 CONNECT_S = 10.0
@@ -74,7 +74,7 @@ async def _sqlite(path: str) -> AsyncIterator[Checkpoints]:
     locks = FileLocks(f"{path}.locks")
     try:
         _private(path)
-        connection = await NearConnection(path, BUSY_S, lookups=True)
+        connection = await InlineConnection(path, BUSY_S, lookups=True)
     except (OSError, aiosqlite.Error) as error:
         raise _unusable(path, error) from error
     try:

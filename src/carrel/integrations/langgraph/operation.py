@@ -119,8 +119,8 @@ async def perform(
 ) -> ToolMessage:
     """Run the operation of a tool, and wait for a person if policy asks for one."""
     thread_id = (runtime.config.get("configurable") or {}).get("thread_id")
-    call = asked(runtime.context, fixed, thread_id, tool, arguments, summary, act)
-    said = await settle(call)
+    call = graph_call(runtime.context, fixed, thread_id, tool, arguments, summary, act)
+    said = await run_once(call)
     return ToolMessage(
         content=said["text"],
         artifact=said["artifact"],
@@ -130,7 +130,7 @@ async def perform(
     )
 
 
-def asked(
+def graph_call(
     context: object,
     fixed: Workspace | None,
     thread_id: object,
@@ -155,7 +155,7 @@ def asked(
     )
 
 
-async def settle(call: GraphCall) -> ToolReply:
+async def run_once(call: GraphCall) -> ToolReply:
     """Run a call exactly once, however often its node is run, and after a person's approval if it needs one."""
     outcome = await operation(call)
     if outcome["said"] is not None:

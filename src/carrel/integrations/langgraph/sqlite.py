@@ -27,7 +27,7 @@ _RUN = frozenset({"execute", "executemany", "executescript"})
 _END = frozenset({"commit", "rollback"})
 
 
-class NearConnection(Connection):
+class InlineConnection(Connection):
     """One connection, for one user at a time. `busy_s` is how long it retries while the database is locked.
 
     From a long statement to the end of its transaction everything runs in the thread. With `lookups` every statement
@@ -39,7 +39,7 @@ class NearConnection(Connection):
         super().__init__(lambda: _connected(path), iter_chunk_size=64)
         self._busy_s = busy_s
         self._lookups = lookups
-        self._far = False
+        self._use_thread = False
         self._in_thread = 0
         self._commits = 0
 
@@ -48,35 +48,35 @@ class NearConnection(Connection):
         if not self._running or self._connection is None:
             raise ValueError("Connection closed")
         name, connection = fn.__name__, self._connection
-        if name == "executemany":  # it may have to be tried again
+        if name == "executemany":  # a list, because it may be tried again
             args = (args[0], list(args[1]), *args[2:])
         if name in _RUN:
-            self._far = self._far or name == "executescript" or self._is_long(args[0])
-            fn, args = _alone, (fn, connection, *args)
-        far = self._far or self._in_thread > 0 or (name == "close" and fn == connection.close)
+            self._use_thread = self._use_thread or name == "executescript" or self._is_long(args[0])
+            fn, args = _run_statement, (fn, connection, *args)
+        in_thread = self._use_thread or self._in_thread > 0 or (name == "close" and fn == connection.close)
         if name in _END:
-            self._far = False
+            self._use_thread = False
             if name == "commit" and connection.in_transaction:
                 self._commits += 1
             if self._commits >= IN_A_ROW:
                 self._commits = 0
-                fn, args, kwargs, far = _brought_in, (fn, connection), {}, True
+                fn, args, kwargs, in_thread = _commit_and_checkpoint, (fn, connection), {}, True
         try:
-            return await self._tried(far, fn, *args, **kwargs)
+            return await self._retry(in_thread, fn, *args, **kwargs)
         except asyncio.CancelledError:
             if name not in _END and name != "close":
-                self._far = False
+                self._use_thread = False
                 if self._in_thread > 0:
-                    self._queue(partial(_undone, connection))
+                    self._queue(partial(_roll_back, connection))
                 else:
-                    _undone(connection)
+                    _roll_back(connection)
             raise
 
-    async def _tried(self, far: bool, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    async def _retry(self, in_thread: bool, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         until = time.monotonic() + self._busy_s
         while True:
             try:
-                return await self._queue(partial(fn, *args, **kwargs)) if far else fn(*args, **kwargs)
+                return await self._queue(partial(fn, *args, **kwargs)) if in_thread else fn(*args, **kwargs)
             except sqlite3.OperationalError as error:
                 if not _is_busy(error) or time.monotonic() > until:
                     raise
@@ -96,13 +96,13 @@ class NearConnection(Connection):
             try:
                 return work()
             finally:
-                loop.call_soon_threadsafe(self._back)
+                loop.call_soon_threadsafe(self._finished)
 
         self._in_thread += 1
         self._tx.put_nowait((done, counted))
         return done
 
-    def _back(self) -> None:
+    def _finished(self) -> None:
         self._in_thread -= 1
 
 
@@ -112,18 +112,18 @@ def _is_busy(error: sqlite3.OperationalError) -> bool:
     return code & 0xFF == sqlite3.SQLITE_BUSY and code != sqlite3.SQLITE_BUSY_SNAPSHOT
 
 
-def _alone(fn: Callable[..., Any], connection: sqlite3.Connection, *args: Any, **kwargs: Any) -> Any:
-    """Run a statement; if it fails, the transaction that was begun for it ends."""
+def _run_statement(fn: Callable[..., Any], connection: sqlite3.Connection, *args: Any, **kwargs: Any) -> Any:
+    """Run a statement; if it fails, roll back a transaction that it began."""
     before = connection.in_transaction
     try:
         return fn(*args, **kwargs)
     except sqlite3.Error:
         if not before:
-            _undone(connection)
+            _roll_back(connection)
         raise
 
 
-def _undone(connection: sqlite3.Connection) -> None:
+def _roll_back(connection: sqlite3.Connection) -> None:
     with suppress(sqlite3.Error):  # it may be closed
         connection.rollback()
 
@@ -134,7 +134,7 @@ def _connected(path: str) -> sqlite3.Connection:
     return connection
 
 
-def _brought_in(commit: Callable[[], object], connection: sqlite3.Connection) -> None:
+def _commit_and_checkpoint(commit: Callable[[], object], connection: sqlite3.Connection) -> None:
     commit()
-    with suppress(sqlite3.OperationalError):  # then the next time
+    with suppress(sqlite3.OperationalError):  # try again with a later commit
         connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()

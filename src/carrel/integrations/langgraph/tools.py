@@ -51,7 +51,7 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
                     id=attempt.id,
                 )
 
-            return await followed(attempt, box, start)
+            return await start_and_wait(attempt, box, start)
 
         asked = {"command": command, "cwd": cwd, "timeout": timeout}
         return await perform(runtime, workspace, "run_command", asked, command, act)
@@ -68,7 +68,7 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
             async def start() -> AsyncCommand:
                 return await box.python.start(code, requirements=requirements or None, timeout=timeout, id=attempt.id)
 
-            return await followed(attempt, box, start)
+            return await start_and_wait(attempt, box, start)
 
         asked = {"code": code, "requirements": requirements, "timeout": timeout}
         return await perform(runtime, workspace, "python", asked, f"python: {code}", act)
@@ -130,7 +130,7 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
             if found.truncated:
                 shown.append(f"[only the first {MOST_ENTRIES}; list a directory below]")
             artifact: dict[str, object] = {"entries": len(found), "truncated": found.truncated}
-            return ToolReply(text=short("\n".join(shown)) or "(empty)", artifact=artifact, error=False)
+            return ToolReply(text=shorten("\n".join(shown)) or "(empty)", artifact=artifact, error=False)
 
         asked = {"path": path, "recursive": recursive}
         return await perform(runtime, workspace, "list_files", asked, f"list {path}", act)
@@ -149,17 +149,17 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
             async def start() -> AsyncCommand:
                 return await box.commands.start(words, timeout="default", output_limit=MOST_OUTPUT, id=attempt.id)
 
-            return await followed(attempt, box, start, found)
+            return await start_and_wait(attempt, box, start, found)
 
         def found(result: CommandResult) -> ToolReply:
             if result.exit_code == 1 and not result.stdout:
                 return ToolReply(text="no match", artifact=_ending(result), error=False)
             matches = result.stdout.splitlines()
             if result.exit_code not in {0, 1, 2} or not matches:
-                return told(result)
+                return describe_result(result)
             if len(matches) > MOST_MATCHES:
                 matches = [*matches[:MOST_MATCHES], f"[{len(matches) - MOST_MATCHES} more; narrow the search]"]
-            return ToolReply(text=short("\n".join(matches)), artifact=_ending(result), error=False)
+            return ToolReply(text=shorten("\n".join(matches)), artifact=_ending(result), error=False)
 
         asked = {"pattern": pattern, "path": path, "names": names}
         return await perform(runtime, workspace, "search_files", asked, " ".join(words), act)
@@ -168,11 +168,11 @@ def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:
     return [StructuredTool.from_function(coroutine=function) for function in functions]
 
 
-async def followed(
+async def start_and_wait(
     attempt: Attempt,
     box: AsyncSandbox,
     start: Callable[[], Awaitable[AsyncCommand]],
-    tell: Callable[[CommandResult], ToolReply] | None = None,
+    describe: Callable[[CommandResult], ToolReply] | None = None,
 ) -> ToolReply:
     """Start a command and wait until it ends. If an earlier try has started it, only wait."""
     try:
@@ -194,16 +194,16 @@ async def followed(
         result = await command.wait()
     finally:
         attempt.workspace.unfollow(command)
-    return (tell or told)(result)
+    return (describe or describe_result)(result)
 
 
-def told(result: CommandResult) -> ToolReply:
+def describe_result(result: CommandResult) -> ToolReply:
     """Describe a finished command: its output, then how it ended, unless it succeeded."""
     parts = []
     if result.stdout:
-        parts.append(short(result.stdout.rstrip("\n")))
+        parts.append(shorten(result.stdout.rstrip("\n")))
     if result.stderr:
-        parts.append(f"[standard error]\n{short(result.stderr.rstrip(chr(10)))}")
+        parts.append(f"[standard error]\n{shorten(result.stderr.rstrip(chr(10)))}")
     if result.dropped_bytes:
         parts.append(f"[{result.dropped_bytes} more bytes of output were not kept]")
     if result.timed_out:
@@ -217,7 +217,7 @@ def told(result: CommandResult) -> ToolReply:
     return ToolReply(text="\n".join(parts) or "(no output)", artifact=_ending(result), error=False)
 
 
-def short(text: str, most: int = MOST_CHARACTERS) -> str:
+def shorten(text: str, most: int = MOST_CHARACTERS) -> str:
     """Shorten a text to its beginning and its end, with a remark between them."""
     if len(text) <= most:
         return text
@@ -236,7 +236,7 @@ def _lines_of(path: str, data: bytes, first: int, count: int) -> ToolReply:
     whole = len(data) <= MOST_READ
     lines = data[:MOST_READ].decode("utf-8", "replace").splitlines()
     shown = lines[first - 1 : first - 1 + count]
-    text = short("\n".join(shown)) or ("(empty)" if not lines else f"(there are {len(lines)} lines)")
+    text = shorten("\n".join(shown)) or ("(empty)" if not lines else f"(there are {len(lines)} lines)")
     if first - 1 + len(shown) < len(lines):
         text += f"\n[lines {first} to {first - 1 + len(shown)} of {len(lines)}]"
     if not whole:

@@ -74,7 +74,7 @@ def _words(error: CarrelError, tool: str) -> str:
             f"A person has to approve this first: {error.reason}\n"
             f"Approval {error.approval} waits" + (f" until {until}" if isinstance(until, str) else "") + ".\n"
             f"What happens next: a person approves it (`carrel approve {error.approval}`) or denies it; you cannot. "
-            f"Tell the person, do something else meanwhile, then call {tool} again with exactly the same arguments "
+            f"Report the person, do something else meanwhile, then call {tool} again with exactly the same arguments "
             f'and "approval": "{error.approval}". It then runs once.' + _hint(error)
         )
     if isinstance(error, Denied):

@@ -128,8 +128,8 @@ class Asking:
 
     async def _wait(self, approval: str, call: ToolCall) -> None:
         until = time.monotonic() + self.wait_s
-        async with call.telling(lambda: f"{call.elapsed:.0f} s: waiting for approval {approval}"):
-            while (await call.place.client.approvals.get(approval)).state is ApprovalState.PENDING:
+        async with call.reporting(lambda: f"{call.elapsed:.0f} s: waiting for approval {approval}"):
+            while (await call.access.client.approvals.get(approval)).state is ApprovalState.PENDING:
                 if time.monotonic() >= until:
                     return
                 await asyncio.sleep(LOOK_EVERY_S)

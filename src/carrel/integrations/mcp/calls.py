@@ -17,9 +17,9 @@ from carrel.integrations.mcp.answers import ToolAnswer
 from carrel.integrations.mcp.clients import ContextAccess, T, Work
 from carrel.models.base import Request
 
-EVERY_S = 1.0
+REPORT_EVERY_S = 1.0
 
-Tell = Callable[[float, str], Awaitable[None]]
+Report = Callable[[float, str], Awaitable[None]]
 """Reports the progress of a call: a growing number, and a text."""
 
 
@@ -37,14 +37,14 @@ class Parameters(Request):
 class ToolCall:
     """One call of a tool."""
 
-    place: ContextAccess
+    access: ContextAccess
     approval: str | None = None
-    tell: Tell | None = None
+    report: Report | None = None
     began: float = field(default_factory=time.monotonic)
 
     async def do(self, work: Work[T]) -> T:
         """Do the tool's operation, with the approval if there is one."""
-        return await self.place.do(work, self.approval)
+        return await self.access.do(work, self.approval)
 
     @property
     def elapsed(self) -> float:
@@ -52,22 +52,22 @@ class ToolCall:
         return time.monotonic() - self.began
 
     @asynccontextmanager
-    async def telling(self, words: Callable[[], str]) -> AsyncIterator[None]:
+    async def reporting(self, words: Callable[[], str]) -> AsyncIterator[None]:
         """Report progress every second during the block, if the caller wants that."""
-        if self.tell is None:
+        if self.report is None:
             yield
             return
-        ticking = asyncio.ensure_future(self._tick(self.tell, words))
+        ticking = asyncio.ensure_future(self._tick(self.report, words))
         try:
             yield
         finally:
             ticking.cancel()
             await asyncio.gather(ticking, return_exceptions=True)
 
-    async def _tick(self, tell: Tell, words: Callable[[], str]) -> None:
+    async def _tick(self, report: Report, words: Callable[[], str]) -> None:
         while True:
-            await asyncio.sleep(EVERY_S)
-            await tell(self.elapsed, words())
+            await asyncio.sleep(REPORT_EVERY_S)
+            await report(self.elapsed, words())
 
 
 P = TypeVar("P", bound=Request)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 Work = Callable[[AsyncSandbox], Awaitable[T]]
 
 MAX_CLIENTS = 256
-MAX_PLACES = 4096
+MAX_ACCESSES = 4096
 
 
 class ContextAccess:
@@ -54,17 +54,17 @@ class Clients:
     def __init__(self, url: str | None = None, template: str | None = None):
         self._template = template
         self.pool = ClientPool(url, MAX_CLIENTS)
-        self._places: Cache[tuple[str | None, str], ContextAccess] = Cache(MAX_PLACES)
+        self._accesses: Cache[tuple[str | None, str], ContextAccess] = Cache(MAX_ACCESSES)
 
     @asynccontextmanager
-    async def place(self, token: str | None, context_id: str) -> AsyncIterator[ContextAccess]:
+    async def access(self, token: str | None, context_id: str) -> AsyncIterator[ContextAccess]:
         """Use a context with a token. Without a token the client finds its own, as every client does."""
         async with self.pool.client(token) as client:
-            place = self._places.get((token, context_id))
-            if place is None or place.client is not client:
-                place = ContextAccess(client, context_id, self._template)
-                self._places.put((token, context_id), place)
-            yield place
+            access = self._accesses.get((token, context_id))
+            if access is None or access.client is not client:
+                access = ContextAccess(client, context_id, self._template)
+                self._accesses.put((token, context_id), access)
+            yield access
 
     async def close(self) -> None:
         """Close every connection."""

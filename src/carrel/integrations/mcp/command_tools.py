@@ -83,10 +83,10 @@ async def _run(call: ToolCall, given: RunCommand) -> ToolAnswer:
             f"Started in the background. Its handle is {handle}: read_output reads what it wrote, stop_command ends it."
         )
         return ToolAnswer(note, {"handle": handle, "running": True, "output": "", "next_offset": 0})
-    return await followed(call, lambda box: box.commands.stream(given.command, **more))
+    return await run_and_follow(call, lambda box: box.commands.stream(given.command, **more))
 
 
-async def followed(call: ToolCall, begin: Callable[[AsyncSandbox], AsyncOutputStream]) -> ToolAnswer:
+async def run_and_follow(call: ToolCall, begin: Callable[[AsyncSandbox], AsyncOutputStream]) -> ToolAnswer:
     """Start a command and follow its output to the end. Cancelling the call kills the command and its children."""
     capture = Capture()
 
@@ -96,7 +96,7 @@ async def followed(call: ToolCall, begin: Callable[[AsyncSandbox], AsyncOutputSt
         assert id is not None
         return box.commands.get(id), stream
 
-    await call.place.sandbox()
+    await call.access.sandbox()
     # A cancellation during the start takes effect when the id is known, so that the command can be killed.
     with anyio.CancelScope(shield=True):
         command, stream = await call.do(start)
@@ -106,7 +106,7 @@ async def followed(call: ToolCall, begin: Callable[[AsyncSandbox], AsyncOutputSt
         return f"{call.elapsed:.0f} s, {capture.total} bytes{last}"
 
     try:
-        async with stream, call.telling(words):
+        async with stream, call.reporting(words):
             await anyio.lowlevel.checkpoint()
             async for chunk in stream:
                 capture.add(chunk)
@@ -192,7 +192,7 @@ async def _stop(call: ToolCall, given: StopCommand) -> ToolAnswer:
         await command.wait()
         return await command.info()
 
-    info = await call.place.do(stop)
+    info = await call.access.do(stop)
     return ToolAnswer(
         f"It has ended, with everything it started; read_output still reads what it wrote. {ending_of(info)}",
         {"handle": given.handle, **facts(info)},

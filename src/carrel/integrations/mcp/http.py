@@ -132,11 +132,11 @@ class HttpFront:
         subject = self._subjects.get(caller.digest)
         if subject is not None:
             return subject
-        async with self._workspaces.clients.place(caller.token, caller.context_id) as place:
+        async with self._workspaces.clients.access(caller.token, caller.context_id) as access:
             try:
-                await place.client.find(caller.context_id)
+                await access.client.find(caller.context_id)
             except NotFound:
                 pass  # the first call creates the context
-            subject = (await place.client.tokens.mine()).subject
+            subject = (await access.client.tokens.mine()).subject
         self._subjects.put(caller.digest, subject)
         return subject

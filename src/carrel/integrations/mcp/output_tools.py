@@ -42,7 +42,7 @@ async def _read(call: ToolCall, given: ReadOutput) -> ToolAnswer:
                         break
         return reading, await command.info()
 
-    reading, info = await call.place.do(read)
+    reading, info = await call.access.do(read)
     more = reading.more or reading.offset < info.output_bytes
     if more:
         ending = f"[there is more: read_output with offset {reading.offset}]"
@@ -61,7 +61,7 @@ async def _read_cell(call: ToolCall, given: ReadOutput) -> ToolAnswer:
     if len(parts) != 3 or not all(parts):
         raise InvalidRequest("this is not a handle", field="handle", hint="use the handle from an earlier answer")
 
-    result = await call.place.do(lambda box: box.python.context(parts[0]).cell(parts[1]))
+    result = await call.access.do(lambda box: box.python.context(parts[0]).cell(parts[1]))
     text = cell_text(result)
     if cell_handle(result, text) != given.handle:
         raise NotFound(

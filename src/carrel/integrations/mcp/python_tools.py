@@ -11,7 +11,7 @@ from pydantic import Field
 from carrel.client import AsyncCodeContext, AsyncSandbox
 from carrel.integrations.mcp.answers import Image, ToolAnswer
 from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall
-from carrel.integrations.mcp.command_tools import TIDY_S, followed, joined
+from carrel.integrations.mcp.command_tools import TIDY_S, joined, run_and_follow
 from carrel.integrations.mcp.output import Capture, cut_middle
 from carrel.models import MAX_PYTHON_TIMEOUT_S, CellResult, CodeContextName
 from carrel.models.base import MAX_CODE
@@ -47,7 +47,7 @@ async def _python(call: ToolCall, given: RunPython) -> ToolAnswer:
     if given.code_context is not None:
         return await _cell(call, given, given.code_context)
 
-    return await followed(call, lambda box: box.python.stream(given.code, env=given.env, timeout=given.timeout))
+    return await run_and_follow(call, lambda box: box.python.stream(given.code, env=given.env, timeout=given.timeout))
 
 
 async def _cell(call: ToolCall, given: RunPython, name: str) -> ToolAnswer:
@@ -65,7 +65,7 @@ async def _cell(call: ToolCall, given: RunPython, name: str) -> ToolAnswer:
             await _interrupt(context)
             raise
 
-    async with call.telling(lambda: f"{call.elapsed:.0f} s, {seen.total} bytes: {seen.last_line}"):
+    async with call.reporting(lambda: f"{call.elapsed:.0f} s, {seen.total} bytes: {seen.last_line}"):
         result = await call.do(run)
     return shown_cell(result)
 

@@ -146,11 +146,11 @@ class WorkspaceServer:
         given = tool.parse(params.arguments)
         caller = self._caller(ctx)
 
-        async def tell(progress: float, message: str) -> None:
+        async def report(progress: float, message: str) -> None:
             await ctx.session.report_progress(progress, None, message)
 
-        async with self.clients.place(caller.token, caller.context_id) as place:
-            call = ToolCall(place, given.approval if isinstance(given, Parameters) else None, tell)
+        async with self.clients.access(caller.token, caller.context_id) as access:
+            call = ToolCall(access, given.approval if isinstance(given, Parameters) else None, report)
             if params.request_state is not None:  # the second part of a call that a person was asked about
                 question = Question.recalled(params.request_state)
                 await self._asking.answered(question, _response(params), call)
@@ -161,7 +161,7 @@ class WorkspaceServer:
             except ApprovalNeeded as needed:
                 if not _can_ask(ctx):
                     raise
-                question, form = await self._asking.question(needed, place.client)
+                question, form = await self._asking.question(needed, access.client)
                 if ctx.protocol_version in MODERN_PROTOCOL_VERSIONS:
                     asked: types.InputRequests = {KEY: types.ElicitRequest(params=form)}
                     return types.InputRequiredResult(input_requests=asked, request_state=question.kept())

@@ -80,9 +80,9 @@ async def _restore(call: ToolCall, given: Restore) -> ToolAnswer:
 async def _fork(call: ToolCall, given: Fork) -> ToolAnswer:
     twin = await call.do(lambda box: box.fork(given.context, given.snapshot))
     return ToolAnswer(
-        f"Context {twin.context_id} has a copy of the files. These tools stay in {call.place.context_id}: "
+        f"Context {twin.context_id} has a copy of the files. These tools stay in {call.access.context_id}: "
         f"to work in the copy, a connection for {twin.context_id} is needed.",
-        {"context": twin.context_id, "from": call.place.context_id},
+        {"context": twin.context_id, "from": call.access.context_id},
     )
 
 
@@ -92,7 +92,7 @@ async def _environments(call: ToolCall, _given: Nothing) -> ToolAnswer:
     # Others are listed by label only: a name would be enough to use one without the check that attaching makes.
     others = [
         each.model_copy(update={"name": each.labels[0], "path": ""})
-        for each in await call.place.client.envs.list()
+        for each in await call.access.client.envs.list()
         if each.labels and each.name not in names
     ][:MOST_SHOWN]
     lines = [f"{_env_line(each)} (attached)" for each in mine] + [_env_line(each) for each in others]
@@ -111,7 +111,7 @@ async def _attach(call: ToolCall, given: AttachEnvironment) -> ToolAnswer:
     def note(line: str) -> None:
         last.append(line[:200])
 
-    async with call.telling(lambda: f"{call.elapsed:.0f} s: {last[-1]}"):
+    async with call.reporting(lambda: f"{call.elapsed:.0f} s: {last[-1]}"):
         info = await call.do(lambda box: box.envs.attach(wanted, python=given.python, progress=note))
     return ToolAnswer(
         f"Environment {info.name} is attached: pass it as env to python, or run {info.path}/bin/python.\n"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.errors import InvalidRequest
-from carrel.integrations.a2a.replies import LONGEST_TEXT, Decision, decision_of, text_of
+from carrel.integrations.a2a.messages import LONGEST_TEXT, Decision, decision_of, text_of
 
 
 def message(*parts: str | Part) -> Message:

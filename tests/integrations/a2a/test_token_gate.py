@@ -10,8 +10,7 @@ from starlette.types import Receive, Scope, Send
 from tests.support.a2a_ground import Ground
 
 from carrel.errors import Unauthorized
-from carrel.integrations.a2a.callers import A2aCaller, Callers
-from carrel.integrations.a2a.gate import CALLER, CallContexts, TokenGate
+from carrel.integrations.a2a.callers import CALLER, A2aCaller, CallContexts, Callers, TokenGate
 
 
 async def application(scope: Scope, receive: Receive, send: Send) -> None:
