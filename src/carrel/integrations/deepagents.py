@@ -46,12 +46,12 @@ from carrel.integrations.langgraph.operation import Act, Attempt, GraphCall, Too
 from carrel.integrations.langgraph.tools import start_and_wait
 from carrel.integrations.langgraph.workspace import Workspace, own_id
 from carrel.models import CommandResult, FileKind
+from carrel.models.files import MOST_LISTED
 
 MOST_OUTPUT = 4 * 1024 * 1024
 MOST_FILE = 16 * 1024 * 1024
 MOST_TEXT = 500 * 1024
 MOST_BINARY = 500 * 1024
-MOST_ENTRIES = 10_000
 EMPTY = "System reminder: File exists but has empty contents"
 MOST_DOWNLOAD = 96 * 1024 * 1024
 _MISSING, _DIRECTORY = 44, 45
@@ -112,7 +112,7 @@ class CarrelBackend(BaseSandbox):
         """List a directory."""
 
         async def act(_attempt: Attempt, box: AsyncSandbox) -> ToolReply:
-            found = await box.files.list(path, limit=MOST_ENTRIES)
+            found = await box.files.list(path, limit=MOST_LISTED)
             entries = [
                 {
                     "path": posixpath.join(path, posixpath.basename(info.path)),

@@ -10,6 +10,9 @@ from pydantic import BaseModel, Field
 from carrel.models.base import MAX_PATH, Answer, OwnId, Request, WorkspacePath
 from carrel.models.bundles import MOST_FILES
 
+MOST_LISTED = 10_000
+"""The most entries of a directory in one response."""
+
 
 class FileKind(StrEnum):
     """The kinds of directory entries."""
@@ -86,7 +89,7 @@ class ListRequest(BaseModel):
 
     path: str = Field(default=".", min_length=1, max_length=MAX_PATH, description="relative to the workspace")
     recursive: bool = False
-    limit: int = Field(default=1000, ge=1, le=10_000)
+    limit: int = Field(default=1000, ge=1, le=MOST_LISTED)
 
 
 class DeleteRequest(BaseModel):

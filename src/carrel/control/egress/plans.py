@@ -21,6 +21,7 @@ from carrel.egress.outbound.upstreams import read_proxy_address
 from carrel.egress.plan import HostRegistry, Index, Injected, Plan, Upstream
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
 from carrel.models import Network
+from carrel.models.base import ShortName
 from carrel.policy.documents.sources import Credential, Sources, WebAccess
 from carrel.policy.rules.layers import Layer, Policy
 from carrel.primitives.atomic import write_file
@@ -39,7 +40,7 @@ class UpstreamSetting(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    name: ShortName
     url: str = Field(pattern=r"^(https?|socks5h?)://\S+$", max_length=2048)
     remote_names: bool = Field(default=False, description="whether the proxy looks names up, and not carrel")
 

@@ -18,6 +18,7 @@ from carrel.integrations.langgraph.operation import Attempt, Runtime, ToolReply,
 from carrel.integrations.langgraph.workspace import Workspace
 from carrel.integrations.text import printable
 from carrel.models import MAX_TIMEOUT_S, CommandResult, FileInfo, FileKind
+from carrel.models.base import MAX_PATH
 
 MOST_CHARACTERS = 30_000
 """The model sees this much of one text; the middle of a longer one is left out."""
@@ -27,7 +28,7 @@ MOST_LINES = 2000
 MOST_ENTRIES = 500
 MOST_MATCHES = 200
 
-Path = Annotated[str, Field(description="a path in the workspace", min_length=1, max_length=4096)]
+Path = Annotated[str, Field(description="a path in the workspace", min_length=1, max_length=MAX_PATH)]
 
 
 def carrel_tools(workspace: Workspace | None = None) -> list[BaseTool]:

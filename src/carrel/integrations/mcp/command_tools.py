@@ -15,7 +15,7 @@ from carrel.integrations.mcp.answers import ToolAnswer
 from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall
 from carrel.integrations.mcp.output import Capture
 from carrel.models import CommandInfo
-from carrel.models.base import MAX_TIMEOUT_S, EnvName, NoNul, Request
+from carrel.models.base import MAX_PATH, MAX_TIMEOUT_S, CommandText, EnvName, NoNul, Request
 
 TIDY_S = 10.0
 
@@ -40,11 +40,9 @@ OUTPUT = {
 class RunCommand(Parameters):
     """Parameters of `run_command`."""
 
-    command: NoNul = Field(
-        min_length=1, max_length=131_072, description="Shell text, run with /bin/sh -c in the workspace."
-    )
+    command: CommandText = Field(description="Shell text, run with /bin/sh -c in the workspace.")
     cwd: NoNul | None = Field(
-        default=None, max_length=4096, description="Directory to run in, relative to the workspace."
+        default=None, max_length=MAX_PATH, description="Directory to run in, relative to the workspace."
     )
     env: dict[EnvName, NoNul] = Field(
         default_factory=dict, max_length=256, description="More environment variables, name to value."

@@ -18,11 +18,11 @@ from carrel.integrations.mcp.answers import Image, ToolAnswer
 from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall
 from carrel.integrations.mcp.output import LIMIT, boundary
 from carrel.models import FileInfo, FileKind
-from carrel.models.base import NoNul
+from carrel.models.base import NoNul, WorkspacePath
+from carrel.models.files import MOST_LISTED
 
 MOST_IMAGE_BYTES = 500_000
 MOST_SCANNED = 64 * 1024 * 1024
-MOST_ENTRIES = 10_000
 SEARCH_S = 60.0
 SEARCH_BYTES = 1024 * 1024
 LONGEST_LINE = 500
@@ -46,7 +46,7 @@ _FILE = {
 class ReadFile(Parameters):
     """Parameters of `read_file`."""
 
-    path: NoNul = Field(min_length=1, max_length=4096, description=_PATH)
+    path: WorkspacePath = Field(description=_PATH)
     first_line: int = Field(default=1, ge=1, le=10**9, description="The line to start with; the first is 1.")
     max_lines: int | None = Field(default=None, ge=1, le=10**9, description="At most so many lines.")
     offset: int | None = Field(
@@ -60,7 +60,7 @@ class ReadFile(Parameters):
 class WriteFile(Parameters):
     """Parameters of `write_file`."""
 
-    path: NoNul = Field(min_length=1, max_length=4096, description=_PATH + " Missing directories are made.")
+    path: WorkspacePath = Field(description=_PATH + " Missing directories are made.")
     content: str = Field(description="The whole new content.")
     encoding: Literal["utf-8", "base64"] = Field(default="utf-8", description="base64 for bytes that are no text.")
     executable: bool = Field(default=False, description="Make it executable.")
@@ -70,7 +70,7 @@ class WriteFile(Parameters):
 class EditFile(Parameters):
     """Parameters of `edit_file`."""
 
-    path: NoNul = Field(min_length=1, max_length=4096, description=_PATH)
+    path: WorkspacePath = Field(description=_PATH)
     old: str = Field(
         min_length=1,
         description="The text to replace, exactly as it is in the file, with enough around it to be unique.",
@@ -82,7 +82,7 @@ class EditFile(Parameters):
 class ListFiles(Parameters):
     """Parameters of `list_files`."""
 
-    path: NoNul = Field(default=".", min_length=1, max_length=4096, description=_PATH)
+    path: WorkspacePath = Field(default=".", description=_PATH)
     recursive: bool = Field(default=False, description="Also what is in its directories.")
     glob: str | None = Field(
         default=None, max_length=1000, description="Only names like this, such as *.py; looks into all directories."
@@ -95,7 +95,7 @@ class SearchFiles(Parameters):
 
     pattern: NoNul = Field(min_length=1, max_length=10_000, description="What to look for: a regular expression (ERE).")
     literal: bool = Field(default=False, description="Take the pattern as plain text.")
-    path: NoNul = Field(default=".", min_length=1, max_length=4096, description="Where: a directory or a file.")
+    path: WorkspacePath = Field(default=".", description="Where: a directory or a file.")
     glob: NoNul | None = Field(default=None, min_length=1, max_length=1000, description="Only in files like *.py.")
     ignore_case: bool = Field(default=False, description="Upper and lower case are the same.")
     max_matches: int = Field(default=200, ge=1, le=2000, description="At most so many lines.")
@@ -222,7 +222,7 @@ async def _edit(call: ToolCall, given: EditFile) -> ToolAnswer:
 
 async def _list(call: ToolCall, given: ListFiles) -> ToolAnswer:
     recursive = given.recursive or given.glob is not None
-    wanted = MOST_ENTRIES if given.glob is not None else given.limit
+    wanted = MOST_LISTED if given.glob is not None else given.limit
 
     found = await call.do(lambda box: box.files.list(given.path, recursive=recursive, limit=wanted))
     items = [each for each in found if given.glob is None or _like(each.path, given.glob)]
