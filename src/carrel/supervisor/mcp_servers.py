@@ -71,7 +71,7 @@ class McpServers:
         name = request.args[0]
         declared = self._declaration(await request.json())
         if not _NAME.fullmatch(name):
-            raise InvalidRequest("this cannot be the name of an MCP server", field="name")
+            raise InvalidRequest("this is not a valid name for an MCP server", field="name")
         while (known := self._servers.get(name)) is not None:
             try:
                 await known.declare(declared)

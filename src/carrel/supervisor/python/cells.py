@@ -106,7 +106,7 @@ class CodeContexts:
                 )
             return known
         if not _NAME.fullmatch(name):
-            raise InvalidRequest("this cannot be the name of a code context", field="name")
+            raise InvalidRequest("this is not a valid name for a code context", field="name")
         if len(self._contexts) >= MOST_CONTEXTS:
             raise LimitExceeded(f"there are {MOST_CONTEXTS} code contexts already", hint="delete one")
         context = CodeContext(name, self._commands, Launch(self._python, self._release, body))
