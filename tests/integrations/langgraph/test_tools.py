@@ -103,7 +103,7 @@ async def test_odd_files_do_no_harm(ground: Ground) -> None:
         ("search_files", {"pattern": "hit"}),
         ("read_file", {"path": "many", "first_line": 9999}),
     )
-    assert "odd\\x0a\\x1b[31mname (1 bytes)" in messages[0].text
+    assert "odd\\n\\x1b[31mname (1 bytes)" in messages[0].text
     assert messages[1].status == "error" and messages[2].text == "K\ufffdse"
     lines = messages[3].text.splitlines()
     assert len(lines) == MOST_MATCHES + 1 and lines[-1] == f"[{MOST_MATCHES} more; narrow the search]"
