@@ -41,7 +41,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Declaration:
+class ScopeDeclaration:
     """A scope, its meaning, and the scopes it includes."""
 
     scope: Scope
@@ -55,18 +55,18 @@ class Declaration:
 
 
 SCOPES = (
-    Declaration(Scope.READ, "see sandboxes, files, output, approvals and the audit log; change nothing"),
-    Declaration(
+    ScopeDeclaration(Scope.READ, "see sandboxes, files, output, approvals and the audit log; change nothing"),
+    ScopeDeclaration(
         Scope.OPERATE,
         "work in sandboxes: start and end them, run commands, write files, take snapshots",
         (Scope.READ,),
     ),
-    Declaration(
+    ScopeDeclaration(
         Scope.APPROVE,
         "decide what waits for a person; never one's own requests, and never with the token of an agent",
         (Scope.READ,),
     ),
-    Declaration(
+    ScopeDeclaration(
         Scope.ADMINISTER,
         "make and revoke tokens, change policies and secrets, and everything else; what no scope names needs this one",
         (Scope.READ, Scope.OPERATE, Scope.APPROVE),

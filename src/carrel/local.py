@@ -288,7 +288,7 @@ def _request(trust: str | None, limits: Mapping[str, float | None]) -> SandboxRe
 async def _started(resolved: Resolved, workspaces: str) -> AsyncIterator[LocalSandbox]:
     from carrel.primitives.trees import remove_tree
     from carrel.providers.base import Capability, Launch
-    from carrel.workspaces.layout import CANONICAL_UID, Facts, Layout
+    from carrel.workspaces.layout import CANONICAL_UID, Layout, WorkspaceFacts
 
     provider, limits = resolved.provider, resolved.limits
     name = f"eph-{secrets.token_hex(8)}"
@@ -296,7 +296,7 @@ async def _started(resolved: Resolved, workspaces: str) -> AsyncIterator[LocalSa
     os.mkdir(workspace, 0o700)
     if os.geteuid() == 0:
         os.chown(workspace, CANONICAL_UID, CANONICAL_UID)
-    Layout(os.path.dirname(workspaces)).prepare_workspace(workspace, Facts(None, ttl_days=0), new=True)
+    Layout(os.path.dirname(workspaces)).prepare_workspace(workspace, WorkspaceFacts(None, ttl_days=0), new=True)
     disk_mb = limits.disk_mb if Capability.LIMIT_DISK in provider.capabilities() else None
     launch = Launch(
         id=name,

@@ -52,7 +52,7 @@ _COUNTED = tuple(state for state in State if state is not State.TERMINATED)
 
 
 @dataclass(frozen=True, slots=True)
-class Declaration:
+class MetricDeclaration:
     """One metric: its name, its meaning, and its labels with their values."""
 
     name: str
@@ -62,7 +62,7 @@ class Declaration:
     buckets: tuple[float, ...]
 
 
-DECLARATIONS: list[Declaration] = []
+DECLARATIONS: list[MetricDeclaration] = []
 """Every metric, in the order of the reference page."""
 
 
@@ -72,8 +72,8 @@ def _declare(
     text: str,
     labels: Mapping[str, str] = MappingProxyType({}),
     buckets: tuple[float, ...] = (),
-) -> Declaration:
-    DECLARATIONS.append(Declaration(name, kind, text, labels, buckets))
+) -> MetricDeclaration:
+    DECLARATIONS.append(MetricDeclaration(name, kind, text, labels, buckets))
     return DECLARATIONS[-1]
 
 
@@ -349,12 +349,12 @@ class Metrics:
         """Return everything as objects of the library."""
         return iter(self._registry.collect())
 
-    def _histogram(self, declared: Declaration) -> Histogram:
+    def _histogram(self, declared: MetricDeclaration) -> Histogram:
         return Histogram(
             declared.name, declared.text, list(declared.labels), buckets=declared.buckets, registry=self._registry
         )
 
-    def _gauge(self, declared: Declaration) -> Gauge:
+    def _gauge(self, declared: MetricDeclaration) -> Gauge:
         return Gauge(declared.name, declared.text, list(declared.labels), registry=self._registry)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from carrel.audit import AuditLog, Ending, Entry, Filter, SigningKey, Verdict, chain_of, server_chain, verify
+from carrel.audit import AuditLog, Ending, Entry, Filter, SigningKey, Verification, chain_of, server_chain, verify
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.store import Database
 from carrel.store.audit import AuditStore
@@ -38,7 +38,7 @@ async def bodies(store: AuditStore, chain: str = CHAIN) -> list[dict[str, object
     return [json.loads(body) for _, _, body in await store.records(chain, until=10**9, limit=10**6)]
 
 
-async def checked(log: AuditLog, **settings: object) -> Verdict:
+async def checked(log: AuditLog, **settings: object) -> Verification:
     data = b"".join([piece async for piece in log.export()])
     verdict = verify(io.BytesIO(data), keys=[log.key.public])
     assert verdict.ok, verdict.broken

@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carrel.audit import Ending, Entry, SigningKey, Verdict, verify
+from carrel.audit import Ending, Entry, SigningKey, Verification, verify
 from carrel.audit.export import end_message, head_line, line
 from carrel.audit.keys import Head
 from carrel.audit.records import genesis, link, row
@@ -60,7 +60,7 @@ def sealed(lines: list[bytes], key: SigningKey = KEY) -> bytes:
     return data + line({"end": {**said, "signature": key.sign(end_message(*counts, digest))}})
 
 
-def check(data: bytes, **settings: object) -> Verdict:
+def check(data: bytes, **settings: object) -> Verification:
     return verify(io.BytesIO(data), **settings)  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ from tests.support.volumes import archive_damage_of
 
 from carrel.workspaces import manifests
 from carrel.workspaces.archive import Archive
-from carrel.workspaces.remote import Entry, Remote
+from carrel.workspaces.remote import Remote, RemoteEntry
 
 
 class Fatal(Remote):
@@ -52,7 +52,7 @@ class Fatal(Remote):
     def get_range(self, name: str, start: int, length: int) -> bytes:
         return self._call(lambda: self._inner.get_range(name, start, length))
 
-    def entries(self, prefix: str) -> Iterator[Entry]:
+    def entries(self, prefix: str) -> Iterator[RemoteEntry]:
         return self._call(lambda: self._inner.entries(prefix))
 
     def delete(self, names: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.primitives.trees import empty_directory
-from carrel.workspaces.layout import CANONICAL_UID, CONTEXT_FILE, SUBDIRECTORIES, Facts, Layout, encode
+from carrel.workspaces.layout import CANONICAL_UID, CONTEXT_FILE, SUBDIRECTORIES, Layout, WorkspaceFacts, encode
 
 NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}", fullmatch=True)
 
@@ -49,7 +49,9 @@ def workspace(layout: Layout, name: str, *, ephemeral: bool = False) -> Path:
         path.mkdir(mode=0o700)
         if os.geteuid() == 0:
             os.chown(path, CANONICAL_UID, CANONICAL_UID)
-    layout.prepare_workspace(str(path), Facts(None if ephemeral else name, "agent", "coder", None, 3, 17), new=new)
+    layout.prepare_workspace(
+        str(path), WorkspaceFacts(None if ephemeral else name, "agent", "coder", None, 3, 17), new=new
+    )
     return path
 
 
@@ -60,7 +62,7 @@ def test_prepare_workspace(layout: Layout) -> None:
     assert described["context_id"] == "agent:1"
     assert (described["ttl_days"], described["disk_usage_bytes"]) == (3, 17)
     assert (described["namespace"], described["agent"]) == ("agent", "coder")
-    layout.describe(str(path), Facts("agent:1", "agent", "coder", 86_400.0, 3, 99))
+    layout.describe(str(path), WorkspaceFacts("agent:1", "agent", "coder", 86_400.0, 3, 99))
     described = json.loads((path / CONTEXT_FILE).read_text())
     assert (described["disk_usage_bytes"], described["last_accessed_at"]) == (99, "1970-01-02T00:00:00+00:00")
     owner = CANONICAL_UID if os.geteuid() == 0 else os.geteuid()

@@ -8,7 +8,7 @@ from carrel.audit.keys import SigningKey, public_key
 from carrel.audit.log import AuditLog, Ticket, Unfinished
 from carrel.audit.records import Ending, Entry, chain_of, server_chain
 from carrel.audit.search import Filter
-from carrel.audit.verifying import Broken, Verdict, verify
+from carrel.audit.verifying import Broken, Verification, verify
 
 __all__ = [
     "AuditLog",
@@ -19,7 +19,7 @@ __all__ = [
     "SigningKey",
     "Ticket",
     "Unfinished",
-    "Verdict",
+    "Verification",
     "chain_of",
     "public_key",
     "server_chain",

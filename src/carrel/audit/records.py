@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 from blake3 import blake3
 
-Verdict = Literal["allow", "deny", "ask"]
+Decision = Literal["allow", "deny", "ask"]
 Type = Literal["begin", "end", "whole"]
 """A dispatched operation has a `begin` and an `end` record; anything else has one `whole` record."""
 
@@ -58,7 +58,7 @@ class Entry:
     actor: str
     kind: str
     name: str
-    decision: Verdict = "allow"
+    decision: Decision = "allow"
     rule: str | None = None
     source: str | None = None
     arguments: Mapping[str, object] = field(default_factory=dict)

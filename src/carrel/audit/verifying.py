@@ -47,7 +47,7 @@ class Broken:
 
 
 @dataclass(slots=True)
-class Verdict:
+class Verification:
     """The result of a verification. `unsigned` counts records after the last head of their chain, covered only by the
     signature of the export; `open` counts operations without an end; `pruned` counts chains that do not start at 1.
     """
@@ -75,9 +75,11 @@ class _Stop(Exception):
         self.seq = seq
 
 
-def verify(source: BinaryIO, *, keys: Collection[str] = (), tips: dict[str, tuple[int, str]] | None = None) -> Verdict:
+def verify(
+    source: BinaryIO, *, keys: Collection[str] = (), tips: dict[str, tuple[int, str]] | None = None
+) -> Verification:
     """Verify an export, plain or compressed. With `keys`, a signature by any other key is an error. The `tips` of an
-    older verdict must be in the chains again, so that the end of a chain cannot be removed unnoticed.
+    older verification must be in the chains again, so that the end of a chain cannot be removed unnoticed.
     """
     check = _Check(frozenset(keys), dict(tips or {}))
     try:
@@ -92,7 +94,7 @@ class _Check:
     """Reads an export line by line; `number` and `chain` are the current position."""
 
     def __init__(self, keys: frozenset[str], tips: dict[str, tuple[int, str]]):
-        self.verdict = Verdict()
+        self.verdict = Verification()
         self.number = 0
         self.chain: str | None = None
         self._trusted = keys

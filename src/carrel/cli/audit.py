@@ -23,7 +23,7 @@ from carrel.errors import InvalidRequest
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from carrel.audit import Verdict
+    from carrel.audit import Verification
     from carrel.client import Client
     from carrel.models import AuditRecord
 
@@ -206,7 +206,7 @@ def key(json: options.Json = False) -> None:
         print(found.key)
 
 
-def _verified(file: str, keys: list[str], before: Verdict | None = None) -> Verdict:
+def _verified(file: str, keys: list[str], before: Verification | None = None) -> Verification:
     from carrel.audit import verify
 
     tips = None if before is None else before.tips
@@ -219,7 +219,7 @@ def _verified(file: str, keys: list[str], before: Verdict | None = None) -> Verd
         raise InvalidRequest(f"cannot read {file}: {error.strerror}", field="FILE") from None
 
 
-def _print_verdict(verdict: Verdict, *, trusted: bool) -> None:
+def _print_verdict(verdict: Verification, *, trusted: bool) -> None:
     print(f"ok: {verdict.records} records in {verdict.chains} chains, {verdict.heads} signed heads")
     if verdict.unsigned:
         note(f"{verdict.unsigned} records came after the last signed head of their chain: only the export covers them")

@@ -21,7 +21,7 @@ import zstandard
 
 from carrel.errors import ArchiveUnavailable, NotFound, PlatformError, SnapshotDamaged
 from carrel.primitives.keyed_lock import KeyedThreadLocks
-from carrel.workspaces.bundles import ArchiveCache, BundleBatch, Index, Outbox, file_digest
+from carrel.workspaces.archive_bundles import ArchiveCache, BundleBatch, Index, Outbox, file_digest
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.manifests import (
     Attachment,
@@ -34,7 +34,7 @@ from carrel.workspaces.manifests import (
     unpack,
     worth_rewriting,
 )
-from carrel.workspaces.remote import Entry, Remote
+from carrel.workspaces.remote import Remote, RemoteEntry
 from carrel.workspaces.volumes.base import Collected, VolumeDriver, check_name
 from carrel.workspaces.volumes.directory import failing, opened
 from carrel.workspaces.volumes.exporting import Exported
@@ -279,7 +279,7 @@ class Archive:
         for prefix in ("intents", "collecting"):
             self._remote.delete([e.name for e in self._remote.entries(prefix) if e.modified < now - _STALE_S])
 
-    def _unneeded(self, bundles: list[Entry]) -> tuple[list[Entry], list[str]]:
+    def _unneeded(self, bundles: list[RemoteEntry]) -> tuple[list[RemoteEntry], list[str]]:
         """Return the bundles that no manifest or intent names, and the unreadable manifests.
 
         Reads intents first: the manifest of one that disappears in between is there.
@@ -292,7 +292,7 @@ class Archive:
                 needed |= intent.bundles
                 prefixes.append(intent.prefix)
 
-        def names(entry: Entry) -> set[str] | None:
+        def names(entry: RemoteEntry) -> set[str] | None:
             try:
                 return {bundle.name for bundle in self._read_manifest(entry.name).bundles}
             except NotFound:
@@ -335,7 +335,7 @@ class Archive:
             store.refresh()
             yield _Gathered(store, faults, {split_bundle_name(b.name)[1] + ".pack": b.name for b in manifest.bundles})
 
-    def _listed(self, volume: str) -> list[Entry]:
+    def _listed(self, volume: str) -> list[RemoteEntry]:
         found = self._remote.entries(f"manifests/{check_name(volume, 'volume')}")
         return sorted(found, key=lambda entry: (entry.modified, entry.name))
 

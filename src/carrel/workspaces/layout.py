@@ -42,7 +42,7 @@ def decode(volume: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class WorkspaceFacts:
     """The content of a workspace's description. `context_id` is None for an ephemeral one; `last_accessed` is seconds
     since 1970, None for now; `ttl_days` is None if it is kept forever.
     """
@@ -91,7 +91,7 @@ class Layout:
             raise PlatformError(f"the name of this server cannot be stored: {error}", field="data_dir") from None
         return name
 
-    def prepare_workspace(self, path: str, facts: Facts, *, new: bool) -> None:
+    def prepare_workspace(self, path: str, facts: WorkspaceFacts, *, new: bool) -> None:
         """Create the directories of a new workspace, and write its description."""
         try:
             fd = open_directory(path)
@@ -109,7 +109,7 @@ class Layout:
         finally:
             os.close(fd)
 
-    def describe(self, path: str, facts: Facts) -> None:
+    def describe(self, path: str, facts: WorkspaceFacts) -> None:
         """Update the description of a workspace; a sandbox may use the workspace meanwhile."""
         fd = open_directory(path)
         try:
@@ -121,7 +121,7 @@ class Layout:
         if self._root:
             os.chown(name, CANONICAL_UID, CANONICAL_UID, dir_fd=fd, follow_symlinks=False)
 
-    def _describe(self, fd: int, facts: Facts, *, new: bool) -> None:
+    def _describe(self, fd: int, facts: WorkspaceFacts, *, new: bool) -> None:
         """Write `.context.json`. The sandbox can write it too, so carrel does not trust it."""
         now = datetime.now(UTC).isoformat()
         created = now if new else datetime.fromtimestamp(os.fstat(fd).st_ctime, UTC).isoformat()

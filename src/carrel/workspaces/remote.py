@@ -21,7 +21,7 @@ _LONGEST_NAME = 800
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RemoteEntry:
     """One name in a listing; `modified` is seconds since 1970 by the remote's own clock."""
 
     name: str
@@ -72,7 +72,7 @@ class Remote(ABC):
         """Return a range of the bytes, shorter at the end; `NotFound`."""
 
     @abstractmethod
-    def entries(self, prefix: str) -> Iterator[Entry]:
+    def entries(self, prefix: str) -> Iterator[RemoteEntry]:
         """Yield everything below `prefix`, which has no `/` at its end, sorted by name."""
 
     def list(self, prefix: str) -> Iterator[str]:

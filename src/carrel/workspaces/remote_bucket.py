@@ -15,7 +15,7 @@ from obstore.store import S3Store
 
 from carrel.errors import ArchiveUnavailable, InvalidRequest
 from carrel.primitives.atomic import write_all
-from carrel.workspaces.remote import SEGMENT, Entry, Remote, bad_url, check_remote_name, missing, reading, writing
+from carrel.workspaces.remote import SEGMENT, Remote, RemoteEntry, bad_url, check_remote_name, missing, reading, writing
 
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,64})</Code>")
@@ -116,13 +116,13 @@ class Bucket(Remote):
                     return b""
                 raise
 
-    def entries(self, prefix: str) -> Iterator[Entry]:
+    def entries(self, prefix: str) -> Iterator[RemoteEntry]:
         """List page by page."""
         check_remote_name(prefix)
         with self._asking():
             for chunk in obstore.list(self._store, prefix):
                 for meta in chunk:
-                    yield Entry(meta["path"], meta["size"], meta["last_modified"].timestamp())
+                    yield RemoteEntry(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete many names in one request."""

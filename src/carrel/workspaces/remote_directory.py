@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from carrel.errors import ArchiveUnavailable
 from carrel.primitives import walk
 from carrel.primitives.atomic import sync_directory, write_all
-from carrel.workspaces.remote import Entry, Remote, check_remote_name, missing, reading, writing
+from carrel.workspaces.remote import Remote, RemoteEntry, check_remote_name, missing, reading, writing
 
 _PIECE = 4 << 20
 _ASIDE = ".aside"
@@ -103,13 +103,13 @@ class Directory(Remote):
         with self._opened(name) as fd, self._storing():
             return _read(fd, start, length)
 
-    def entries(self, prefix: str) -> Iterator[Entry]:
+    def entries(self, prefix: str) -> Iterator[RemoteEntry]:
         """List folder by folder."""
         top = self._path(prefix)
         with self._storing():
             yield from self._beneath(top, check_remote_name(prefix))
 
-    def _beneath(self, folder: str, prefix: str) -> Iterator[Entry]:
+    def _beneath(self, folder: str, prefix: str) -> Iterator[RemoteEntry]:
         try:
             names = sorted(os.listdir(folder))
         except FileNotFoundError:
@@ -121,7 +121,7 @@ class Directory(Remote):
                 continue
             with suppress(FileNotFoundError):
                 info = os.stat(path)
-                yield Entry(f"{prefix}/{name}", info.st_size, info.st_mtime)
+                yield RemoteEntry(f"{prefix}/{name}", info.st_size, info.st_mtime)
 
     def delete(self, names: Iterable[str]) -> None:
         """Remove files, and folders that become empty."""

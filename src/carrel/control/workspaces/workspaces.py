@@ -24,7 +24,7 @@ from carrel.models import State, WorkspaceUsage
 from carrel.store import SessionRecord
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 from carrel.workspaces.archive import Archive
-from carrel.workspaces.layout import Facts, Layout, decode, encode
+from carrel.workspaces.layout import Layout, WorkspaceFacts, decode, encode
 from carrel.workspaces.marks import Marks
 from carrel.workspaces.volumes import VolumeDriver
 
@@ -155,11 +155,11 @@ class Workspaces:
             used = self.driver.usage(os.path.basename(path))
         self._layout.prepare_workspace(path, self._facts(record, 0 if new else used, None), new=new)
 
-    def _facts(self, record: SessionRecord, used: int, last_accessed: float | None) -> Facts:
+    def _facts(self, record: SessionRecord, used: int, last_accessed: float | None) -> WorkspaceFacts:
         context = record.context_id
         namespace = None if context is None else namespace_of(context)
         ttl_days = 0 if record.ephemeral else self._ttl_days
-        return Facts(context, namespace, record.agent, last_accessed, ttl_days, used)
+        return WorkspaceFacts(context, namespace, record.agent, last_accessed, ttl_days, used)
 
     async def describe(self, record: SessionRecord, used: int, last_accessed: float) -> None:
         """Write the size and the last use of a workspace into it and into the metrics."""

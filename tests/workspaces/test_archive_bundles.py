@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from carrel.errors import ArchiveUnavailable, NotFound
-from carrel.workspaces.bundles import ArchiveCache, BundleBatch, Outbox, file_digest
+from carrel.workspaces.archive_bundles import ArchiveCache, BundleBatch, Outbox, file_digest
 from carrel.workspaces.manifests import Bundle
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes.capture import Folder
