@@ -214,8 +214,8 @@ async def test_no_context_is_called_like_a_sandbox(plane: ControlPlane) -> None:
     """Who names a sandbox that is stopped would come to another's."""
     info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
     await plane.operations.stop("c")
-    with pytest.raises(InvalidRequest, match="like a sandbox"):
+    with pytest.raises(InvalidRequest, match="form of a sandbox id"):
         await plane.operations.deploy_or_resume(SandboxRequest(context_id=info.id))
-    with pytest.raises(InvalidRequest, match="like a sandbox"):
+    with pytest.raises(InvalidRequest, match="form of a sandbox id"):
         await plane.snapshots.fork("c", info.id)
     assert (await plane.sessions.get(info.id)).context_id == "c"

@@ -120,7 +120,7 @@ os.chmod(SITE + "/left.py", 0o6777)
     ("code", "kind", "words"),
     [
         ('os.symlink("/etc", SITE + "/out")', InvalidRequest, "link that leads out"),
-        ('os.mkfifo(SITE + "/pipe")', InvalidRequest, "no file"),
+        ('os.mkfifo(SITE + "/pipe")', InvalidRequest, "not a file"),
         ('open(SITE + "/huge", "wb").truncate(17 << 20)', LimitExceeded, "more than 16 MB"),
         ('raise ValueError("there is no compiler here")', InvalidRequest, "there is no compiler here"),
     ],

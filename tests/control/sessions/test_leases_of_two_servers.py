@@ -101,7 +101,7 @@ async def test_the_sessions_of_a_silent_server_are_settled(nodes: list[ControlPl
     assert (found.state, found.notice) == (State.STOPPED, "server 'a' no longer answers")
     assert (await b.sessions.get(fleeting.id)).state is State.TERMINATED
     resumed, _ = await b.sessions.deploy_or_resume(REQUEST)
-    assert resumed.notice is not None and "before it had archived anything" in resumed.notice
+    assert resumed.notice is not None and "had archived nothing" in resumed.notice
     await a.janitor.renew_leases()
     assert a.sessions.live() == [], "it is shut out even if it comes back"
     assert (await b.sessions.get("c")).state is State.RUNNING

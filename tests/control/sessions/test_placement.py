@@ -44,6 +44,6 @@ def test_an_unsafe_provider_needs_the_operator():
 
 def test_more_memory_than_the_host_has_is_refused():
     asked = {"memory_mb": 900 * 1024}
-    with pytest.raises(InvalidRequest, match="921600 MB of memory were asked for, and this host has 500 MB") as caught:
+    with pytest.raises(InvalidRequest, match="asks for 921600 MB of memory, and this host has 500 MB") as caught:
         resolve(SETTINGS, {}, provider="auto", trust=Trust.HIGH, network=None, limits=asked, host_memory_mb=500)
     assert caught.value.field == "limits.memory_mb"
