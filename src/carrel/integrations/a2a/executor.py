@@ -51,6 +51,7 @@ LOOK_S = 2.0
 _TURNED_AWAY = (Denied, InvalidRequest, Unauthorized)
 
 Resume = Callable[[Task, A2aCaller, str], Awaitable[None]]
+"""Continues a task, with a text that says why."""
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Executor(AgentExecutor):
         callers: Callers,
         inbox: Inbox,
         background: Background,
+        resume: Resume,
         *,
         at_once: int = AT_ONCE,
     ):
@@ -93,8 +95,7 @@ class Executor(AgentExecutor):
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._resuming: set[str] = set()
         self._counts: Counter[str] = Counter()
-        self.resume: Resume | None = None
-        """Continues a task. The handler sets it."""
+        self._resume = resume
 
     def knows(self, task_id: str) -> bool:
         """Return whether a task runs or waits for a person in this process."""
@@ -285,8 +286,7 @@ class Executor(AgentExecutor):
         self._resuming.add(task.id)
         try:
             self._watches.pop(task.id, None)
-            if self.resume is not None:
-                await self.resume(task, caller, "The approval was decided; continuing.")
+            await self._resume(task, caller, "The approval was decided; continuing.")
         finally:
             self._resuming.discard(task.id)
 

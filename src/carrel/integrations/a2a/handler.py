@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -36,7 +36,7 @@ from a2a.utils.errors import A2AError, InvalidParamsError
 from carrel.errors import CarrelError
 from carrel.integrations.a2a.background import Background
 from carrel.integrations.a2a.callers import A2aCaller, caller_of
-from carrel.integrations.a2a.executor import RESUMED, SEEN, Executor, input_message_id
+from carrel.integrations.a2a.executor import RESUMED, SEEN, Executor, Resume, input_message_id
 from carrel.integrations.a2a.names import LONGEST
 from carrel.integrations.a2a.push import Push
 from carrel.integrations.a2a.tasks import TERMINAL, TaskStore
@@ -62,7 +62,15 @@ class _Registry(ActiveTaskRegistry):
 class Handler(DefaultRequestHandlerV2):
     """Handles every request of the protocol."""
 
-    def __init__(self, executor: Executor, kept: TaskStore, card: AgentCard, push: Push, background: Background):
+    def __init__(
+        self,
+        make_executor: Callable[[Resume], Executor],
+        kept: TaskStore,
+        card: AgentCard,
+        push: Push,
+        background: Background,
+    ):
+        executor = make_executor(self._resume)
         super().__init__(
             executor,
             kept.tasks,
@@ -79,7 +87,6 @@ class Handler(DefaultRequestHandlerV2):
         self._push = push
         self._background = background
         self._reviving: set[str] = set()
-        executor.resume = self._resume
 
     async def on_message_send(self, params: SendMessageRequest, context: ServerCallContext) -> Message | Task:
         """Accept a message and wait for the result."""

@@ -26,7 +26,7 @@ from carrel.integrations.a2a.background import Background
 from carrel.integrations.a2a.callers import CallContexts, Callers, TokenGate
 from carrel.integrations.a2a.card import REST_PATH, RPC_PATH, agent_card
 from carrel.integrations.a2a.conversations import Conversations
-from carrel.integrations.a2a.executor import AT_ONCE, Executor
+from carrel.integrations.a2a.executor import AT_ONCE, Executor, Resume
 from carrel.integrations.a2a.handler import Handler
 from carrel.integrations.a2a.inbox import Inbox
 from carrel.integrations.a2a.push import Destinations, Push
@@ -124,10 +124,13 @@ async def running(settings: AgentSettings, model: BaseChatModel | None = None) -
         background.start(retention.run(), "forget old tasks")
         runs = TaskRuns(graph, conversations, kept, approver=approver, speaks=settings.model != "shell")
         inbox = Inbox(callers, background)
-        executor = Executor(runs, checkpoints, kept, callers, inbox, background, at_once=settings.at_once)
+
+        def make_executor(resume: Resume) -> Executor:
+            return Executor(runs, checkpoints, kept, callers, inbox, background, resume, at_once=settings.at_once)
+
         push = Push(kept.push, destinations, background)
         stack.push_async_callback(push.close)
-        handler = Handler(executor, kept, card, push, background)
+        handler = Handler(make_executor, kept, card, push, background)
         stack.push_async_callback(handler.aclose)
         routes: list[BaseRoute] = [
             *create_agent_card_routes(card, cache_control=CARD_CACHE),
