@@ -81,20 +81,28 @@ class SocketStream(Stream):
     def __init__(self, connection: socket.socket, rest: bytes = b""):
         super().__init__(rest)
         self.socket = connection
+        self._wrote = False
+        self._ended = False
 
     async def more(self, patience_s: float | None = None) -> bool:
         """See `Stream`. Waits at most `patience_s`, or `IDLE_S`."""
+        patience_s = IDLE_S if patience_s is None else patience_s
+        if self._wrote:  # the peer cannot have answered yet: do not try to read before
+            self._wrote = False
+            await readable(self.socket, patience_s)
         while True:
             try:
                 data = self.socket.recv(_PIECE)
             except BlockingIOError:
-                await readable(self.socket, IDLE_S if patience_s is None else patience_s)
+                await readable(self.socket, patience_s)
                 continue
             self.rest = self.rest + data if self.rest else data
-            return bool(data)
+            self._ended = not data
+            return not self._ended
 
     async def write(self, data: bytes) -> None:
         """See `Stream`."""
+        self._wrote = True
         try:
             await send(self.socket, data)
         except TimeoutError:
@@ -104,7 +112,8 @@ class SocketStream(Stream):
 
     async def finish(self) -> None:
         """See `Stream`."""
-        await farewell(self.socket)
+        if not self._ended:
+            await farewell(self.socket)
 
     @property
     def silent(self) -> bool:
