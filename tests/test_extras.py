@@ -69,7 +69,7 @@ def imported(path: Path) -> set[str]:
 def files_of(extra: str) -> list[Path]:
     """The source files that have to work when only this extra is installed."""
     if extra == "":
-        parts = ["client", "models", "errors.py", "extras.py"]
+        parts = ["client", "models", "primitives", "errors.py", "extras.py"]
     elif extra == "cli":
         parts = ["cli"]
     elif extra == "supervisor":

@@ -226,6 +226,7 @@ def test_commands_that_ask_a_server_import_none_of_it(data_dir: Path, words: lis
         "errors",
         "extras",
         "models",
+        "primitives",
     }
 
 

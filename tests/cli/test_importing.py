@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from carrel.cli.importing import importing
+from carrel.cli.app import importing
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
+from carrel.cli.app import importing
 from carrel.cli.failures import note
-from carrel.cli.importing import importing
 from carrel.errors import InvalidRequest
 
 if TYPE_CHECKING:
