@@ -173,7 +173,7 @@ async def test_what_is_blocked_is_told_and_commands_go_on(
         box = await made(plane)
         for _ in range(2):
             with pytest.raises(
-                PlatformError, match=r"(?s)packages of the template 'boards' cannot be.*plank"
+                PlatformError, match=r"(?s)packages of the template 'boards' are not available.*plank"
             ) as caught:
                 await python(plane, box, "print(1)")
             assert caught.value.field == "template" and caught.value.hint
