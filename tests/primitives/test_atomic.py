@@ -81,6 +81,12 @@ def test_a_link_with_the_final_name_is_replaced_and_not_followed(tmp_path: Path)
     assert not (tmp_path / "f").is_symlink() and (tmp_path / "other").read_bytes() == b"kept"
 
 
+@pytest.mark.parametrize("name", ["x" * 255, "\N{GRINNING FACE}" * 63])
+def test_file_may_have_the_longest_name(tmp_path: Path, name: str) -> None:
+    write_file(str(tmp_path / name), b"x")
+    assert os.listdir(tmp_path) == [name]
+
+
 def test_write_all_repeats_short_writes() -> None:
     read_end, write_end = os.pipe()
     data = os.urandom(300_000)

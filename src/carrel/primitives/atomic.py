@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+_LONGEST_BASE = 50  # characters: the name of a draft must not be too long where that of the file is not
 _DRAFT = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -30,7 +31,7 @@ def draft(
     relative to `dir_fd` if that is given.
     """
     if aside is None:
-        name = f"{os.path.basename(path)}.{secrets.token_hex(8)}.new"
+        name = f"{os.path.basename(path)[:_LONGEST_BASE]}.{secrets.token_hex(8)}.new"
         aside = os.path.join(os.path.dirname(path) if temporary is None else temporary, name)
     descriptor = os.open(aside, _DRAFT, mode, dir_fd=dir_fd)
     try:
