@@ -14,8 +14,7 @@ from carrel.models import SyncDirection
 from carrel.store import Database, FilespaceChange, FilespaceEntry, FilespaceMark, FilespaceStore
 from carrel.workspaces.filespace_contents import Contents
 from carrel.workspaces.filespace_sync import Change, FilespaceSync, Mark, Stored, Synced
-from carrel.workspaces.remote import Entry as RemoteEntry
-from carrel.workspaces.remote import Remote
+from carrel.workspaces.remote import Remote, RemoteEntry
 
 T = TypeVar("T")
 

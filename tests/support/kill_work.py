@@ -313,7 +313,7 @@ class Worker:
         name, picture = self._chosen(context)
         picture.may_be_gone = True
         async with self._load.doing("delete_snapshot"):
-            await self._box(context)._connection.call(
+            await self._box(context)._connection.send(
                 "DELETE", f"/v1/sandboxes/{self._box(context).id}/snapshots/{name}"
             )
         del context.pictures[name]
