@@ -29,7 +29,7 @@ from carrel.client import AsyncClient, AsyncSandbox
 from carrel.config import load
 from carrel.server import Running, running
 
-CONTEXTS, CALLS = 20, 8
+CONTEXTS, CALLS = 50, 8
 
 
 @pytest.fixture

@@ -282,7 +282,7 @@ async def test_a_label_is_given_only_to_what_is_there(plane: ControlPlane, setti
         assert (await environments.label(old, "tools")).labels == ["tools"]
         assert await environments.evict() == 0, "whoever has just given it a label wants to use it"
         await environments.remove("tools")
-        with pytest.raises(Conflict, match="removed in this very moment"):
+        with pytest.raises(Conflict, match="was removed meanwhile"):
             await environments.label(old, "tools")
         with pytest.raises(NotFound):
             environments.find("tools")
