@@ -1,7 +1,7 @@
 """The routes of the API, built from the table of operations, and the check before each: the token must have the scope
 of the operation and reach its context.
 
-Most routes name their sandbox or context in the path. One that finds its context elsewhere (`reach` is `handler`)
+Most routes name their sandbox or context in the path. One that finds its context elsewhere (`context_from` is `handler`)
 checks it with `require`; one that lists filters by `Identity.reaches`.
 """
 
