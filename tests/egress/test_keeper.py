@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 WORK = """
-import os, signal, sys
+import os, signal, sys, time
 from carrel.egress.launch import Keeper
 def work(begun):
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
@@ -19,9 +19,11 @@ def work(begun):
 sys.exit(Keeper(work).run())
 """
 
+WAITS = "while True: time.sleep(0.05)"  # a pause would never end if the signal came just before it
+
 
 @contextmanager
-def keeping(before: str = "", after: str = "signal.pause()") -> Iterator[subprocess.Popen[str]]:
+def keeping(before: str = "", after: str = WAITS) -> Iterator[subprocess.Popen[str]]:
     code = WORK.format(before=before, after=after)
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None

@@ -1,8 +1,8 @@
 """The routes of the API, built from the table of operations, and the check before each: the token must have the scope
 of the operation and reach its context.
 
-Most routes name their sandbox or context in the path. One that finds its context elsewhere (`context_from` is `handler`)
-checks it with `require`; one that lists filters by `Identity.reaches`.
+Most routes name their sandbox or context in the path. One that finds its context elsewhere (`context_from` is
+`handler`) checks it with `require`; one that lists filters by `Identity.reaches`.
 """
 
 from __future__ import annotations

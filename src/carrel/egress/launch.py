@@ -81,6 +81,7 @@ def confine(writable: Sequence[str], more: Iterable[str] = ()) -> bool:
 
 log = logging.getLogger("carrel.egress")
 
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OFTEN = 20
 _LATELY_S = 10.0
 _PAUSE_S = 1.0
@@ -102,14 +103,14 @@ class Keeper:
         """Run the child until it ends by itself, and return the exit status. A child that dies before it has begun is
         not started again: the next one would fail too.
         """
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _ENDING_SIGNALS:
             signal.signal(number, self._pass_on)
         gc.collect()
         gc.freeze()  # keeps the memory that parent and child share
         while True:
             status, begun = self._once()
             if status == 0 or self._ending or not begun:
-                for number in (signal.SIGTERM, signal.SIGINT):
+                for number in _ENDING_SIGNALS:
                     signal.signal(number, signal.SIG_IGN)  # this process ends now anyway
                 return 0 if self._ending else status
             log.warning("the process died with status %d and is forked again", status)
@@ -119,9 +120,12 @@ class Keeper:
 
     def _once(self) -> tuple[int, bool]:
         begun, report = os.pipe2(os.O_CLOEXEC)
+        # A signal between the fork and the assignment would not be passed on to the child.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
         self._child = os.fork()
         if self._child == 0:
             self._in_child(report)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
         os.close(report)
         _, status = os.waitpid(self._child, 0)
         self._child = 0
@@ -133,8 +137,9 @@ class Keeper:
     def _in_child(self, report: int) -> NoReturn:
         status = 1
         try:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in _ENDING_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
             self._work(lambda: os.write(report, b"1"))
             status = 0
         except SystemExit as error:
