@@ -7,6 +7,8 @@ import logging
 from collections.abc import Coroutine
 from types import TracebackType
 
+from carrel.primitives.tasks import cancel
+
 log = logging.getLogger("carrel.a2a")
 
 
@@ -41,8 +43,4 @@ class Background:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._closed = True
-        while self._tasks:
-            tasks = list(self._tasks)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(list(self._tasks))
