@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
+import time
 
 from carrel.errors import SnapshotDamaged
 from carrel.primitives import libc
@@ -14,6 +16,16 @@ from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes import VolumeDriver
 from carrel.workspaces.volumes.directory import opened
 from carrel.workspaces.volumes.plain_trees import copy_tree
+
+
+def unmount(place: str) -> None:
+    """Unmount a file system of a test. A sandbox that another worker is just starting may hold a copy of its mounts for
+    a moment, and with it a file or a loop device on them.
+    """
+    deadline = time.monotonic() + 60
+    while (done := subprocess.run(["umount", place], capture_output=True, check=False)).returncode != 0:
+        assert time.monotonic() < deadline, done.stderr
+        time.sleep(0.05)
 
 
 def damage_of(driver: VolumeDriver, snapshot_id: str) -> str | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.support.environments_ground import attach, context, stocked
 from tests.support.indexes import IndexServer, wheel
+from tests.support.volumes import unmount
 
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
@@ -33,7 +34,7 @@ def disk(settings: Settings) -> Iterator[Path]:
     subprocess.run(["mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", image], check=True)
     subprocess.run(["mount", "-o", "loop", image, str(place)], check=True)
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    unmount(str(place))
 
 
 @pytest.fixture

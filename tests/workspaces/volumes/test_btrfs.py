@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.support.children import in_child
 from tests.support.trees_for_tests import mutate, picture
-from tests.support.volumes import damage_of, replace_files, stored_bytes
+from tests.support.volumes import damage_of, replace_files, stored_bytes, unmount
 
 from carrel.errors import PlatformError
 from carrel.primitives import walk
@@ -282,7 +282,7 @@ def mounted(tmp_path: Path, kind: str, megabytes: int) -> Iterator[Path]:
     try:
         yield place
     finally:
-        btrfs_pool.run("umount", str(place))
+        unmount(str(place))
 
 
 def test_a_directory_on_btrfs_needs_no_pool(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.support.volumes import unmount
 
 from carrel.errors import PlatformError
 from carrel.workspaces.volumes.btrfs_pool import Pool, missing_programs, mounted_at, run
@@ -49,7 +50,7 @@ def test_what_is_mounted_by_others_is_not_touched(tmp_path: Path) -> None:
             Pool(str(tmp_path / "pool.btrfs"), str(place), 0, 0).open()
         assert mounted_at(str(place)) == ("tmpfs", "tmpfs")
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        unmount(str(place))
 
 
 UNPRIVILEGED = """

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.trees_for_tests import mutate, picture
-from tests.support.volumes import damage_of
+from tests.support.volumes import damage_of, unmount
 
 from carrel.errors import PlatformError, SnapshotDamaged
 from carrel.primitives import libc, walk
@@ -283,7 +283,7 @@ def small_disk(place: Path, kind: str) -> Iterator[Path]:
     try:
         yield place
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        unmount(str(place))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small file system")
