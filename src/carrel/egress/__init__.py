@@ -1,1 +1,1 @@
-"""The only way out of a sandbox: a proxy in a process of its own that decides every connection."""
+"""Outbound network (egress): the proxy process through which every connection of a sandbox goes."""

@@ -79,8 +79,6 @@ def confine(writable: Sequence[str], more: Iterable[str] = ()) -> bool:
     return True
 
 
-log = logging.getLogger("carrel.egress")
-
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _OFTEN = 20
 _LATELY_S = 10.0
