@@ -16,8 +16,8 @@ from pathlib import Path
 
 from bench import ground
 from bench.measure import BenchFailed, Contender, Progress, Report, Table, median, percentile, rounds
-from carrel.audit import AuditLog, Ending, Entry, Filter, SigningKey, chain_of, verify
-from carrel.audit.records import Row, genesis, link, row
+from carrel.audit import AuditEntry, AuditLog, Ending, Filter, SigningKey, chain_of, verify
+from carrel.audit.records import RecordRow, genesis, link, row
 from carrel.store import Database
 from carrel.store.audit import AuditStore
 
@@ -74,9 +74,9 @@ async def run(progress: Progress) -> Report:
     )
 
 
-def _entry(number: int) -> Entry:
+def _entry(number: int) -> AuditEntry:
     command = f"pytest -q tests/test_{number % 97}.py --maxfail={number % 7} | tail -{number % 50}"
-    return Entry(
+    return AuditEntry(
         chain_of(f"conversation-{number % CHAINS}"),
         f"agent:worker-{number % 40}",
         "shell" if number % 3 else "file",
@@ -137,7 +137,7 @@ def _rows() -> Iterator[tuple[object, ...]]:
     """
     rng = random.Random(1)
     tips: dict[str, tuple[int, bytes]] = {}
-    shapes: dict[int, tuple[Row, str, Row, str]] = {}
+    shapes: dict[int, tuple[RecordRow, str, RecordRow, str]] = {}
     at = BEGAN
     for number in range(RECORDS // 2):
         shape = shapes.get(number % SHAPES)
@@ -158,7 +158,7 @@ def _rows() -> Iterator[tuple[object, ...]]:
         tips[one.chain] = (seq + 2, before)
 
 
-def _shape(number: int) -> tuple[Row, str, Row, str]:
+def _shape(number: int) -> tuple[RecordRow, str, RecordRow, str]:
     entry = _entry(number)
     begin = row("begin", entry, None, seq=1, at=BEGAN, node="bench", before=b"")
     ending = Ending("RESULT", number / 7, 0, number)

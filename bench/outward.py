@@ -17,7 +17,7 @@ from contextlib import suppress
 import uvloop
 
 from carrel.control.egress.client import EgressClient
-from carrel.egress.plan import Plan
+from carrel.egress.plan import EgressPlan
 from carrel.policy.documents import settings, sources
 from carrel.policy.rules.layers import Layer
 from carrel.primitives.channel import ChannelClosed, Message
@@ -39,7 +39,7 @@ async def _serve(port: int, directory: str) -> None:
     rules = settings.load(json.dumps({"permissions": {"allow": [f"network(outbound:127.0.0.1:{port})"]}}))
     limits = {"max_connections": MOST, "max_connections_per_minute": MOST}
     given = sources.load(json.dumps({"web_access": limits}))
-    plan = Plan("bench", None, (Layer("bench", rules, given),)).to_memory_file()
+    plan = EgressPlan("bench", None, (Layer("bench", rules, given),)).to_memory_file()
     try:
         with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
             await client.connect()

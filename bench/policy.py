@@ -7,7 +7,7 @@ There is no peer; the figures are milliseconds.
 from __future__ import annotations
 
 from bench.measure import Contender, Progress, Report, Table, median, percentile, rounds, timed
-from carrel.policy.documents.settings import Permissions, Settings
+from carrel.policy.documents.settings import Permissions, SettingsDocument
 from carrel.policy.rules.decide import decide_shell
 from carrel.policy.rules.layers import Layer, Policy
 from carrel.policy.shell.finder import find
@@ -53,5 +53,5 @@ def _policy(count: int) -> Policy:
         "file(write:/workspace/context/secret-{0}/**)",
     )
     deny += [shapes[number % 5].format(number) for number in range(count - len(allow) - len(deny))]
-    settings = Settings(permissions=Permissions(allow=tuple(allow), deny=tuple(deny)))
+    settings = SettingsDocument(permissions=Permissions(allow=tuple(allow), deny=tuple(deny)))
     return Policy.of([Layer("settings.json", settings)], context_id="context")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from generate_reference import HEAD
 
 if TYPE_CHECKING:
-    from carrel.policy.shell.options import Program
+    from carrel.policy.shell.options import ProgramOptions
 
 
 def page() -> str:
@@ -31,7 +31,7 @@ def page() -> str:
         "matches, the operation asks a person.\n\n",
         _RULES,
         "\n## settings.json\n\n",
-        *_keys(settings.Settings),
+        *_keys(settings.SettingsDocument),
         "\n## sources.json\n\n",
         *_keys(sources.Sources),
         "\n## Allowed unless denied\n\nBuiltins of the shell, which start no program: ",
@@ -87,7 +87,7 @@ be one after `--`, or with a fixed beginning as in `./"$x"`.
 """
 
 
-def _programs(programs: Mapping[str, Program], git: Mapping[str, Program]) -> Iterator[str]:
+def _programs(programs: Mapping[str, ProgramOptions], git: Mapping[str, ProgramOptions]) -> Iterator[str]:
     every = {**programs, **{f"git {name}": each for name, each in git.items()}}
     for name, program in sorted(every.items()):
         columns = [
@@ -128,7 +128,7 @@ def schema(name: str) -> str:
     """Return the JSON schema of a policy document."""
     from carrel.policy.documents import settings, sources
 
-    model = {"settings": settings.Settings, "sources": sources.Sources}[name]
+    model = {"settings": settings.SettingsDocument, "sources": sources.Sources}[name]
     made = {"$schema": "https://json-schema.org/draft/2020-12/schema", **model.model_json_schema()}
     for part in (made, *made.get("$defs", {}).values()):
         part["patternProperties"] = {"^_comment": {}}

@@ -119,6 +119,18 @@ def test_modules_say_what_they_are_for():
     assert not silent
 
 
+def test_no_class_name_is_used_twice():
+    """The two clients are left out: one is generated from the other."""
+    allowed = {"Check"}  # public in `carrel.models` and in `carrel.testing`
+    places = {}
+    for path in modules():
+        if "_sync" not in path.parts and "_async" not in path.parts:
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    assert {name: paths for name, paths in places.items() if len(paths) > 1 and name not in allowed} == {}
+
+
 def test_no_tracked_file_names_a_package_registry():
     hosts = re.compile(r"pypi\.org|pythonhosted|registry\.npmjs|deb\.debian\.org")
     checked = [

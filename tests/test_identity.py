@@ -19,7 +19,7 @@ from carrel.identity import (
     SCOPES,
     Grant,
     Identity,
-    Kind,
+    OwnerKind,
     Scope,
     Token,
     Tokens,
@@ -31,8 +31,8 @@ from carrel.models.operations import OPERATIONS
 from carrel.store import Database
 from carrel.store.tokens import TokenStore
 
-AGENT = Identity("agent:a", Kind.AGENT, frozenset({Scope.OPERATE}))
-PERSON = Identity("person:p", Kind.PERSON, frozenset({Scope.APPROVE}))
+AGENT = Identity("agent:a", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
+PERSON = Identity("person:p", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
 
 
 class Clock:
@@ -88,7 +88,7 @@ def test_what_nobody_declared_is_for_administrators(name: str) -> None:
         assert scope_of(name) is Scope.ADMINISTER
         assert ROOT.may(name) is None
         for scope in (Scope.READ, Scope.OPERATE, Scope.APPROVE):
-            assert isinstance(Identity("x", Kind.PERSON, frozenset({scope})).may(name), Denied)
+            assert isinstance(Identity("x", OwnerKind.PERSON, frozenset({scope})).may(name), Denied)
 
 
 def test_what_scopes_include() -> None:
@@ -100,9 +100,9 @@ def test_what_scopes_include() -> None:
     }
     every = set().union(*wanted.values())
     for scope, allowed in wanted.items():
-        identity = Identity("x", Kind.SERVICE, frozenset({scope}))
+        identity = Identity("x", OwnerKind.SERVICE, frozenset({scope}))
         assert {name for name in every if identity.may(name, "c") is None} == allowed
-    assert Identity("x", Kind.PERSON, frozenset()).may("read_file", "c") is not None
+    assert Identity("x", OwnerKind.PERSON, frozenset()).may("read_file", "c") is not None
 
 
 def test_a_refusal_says_what_and_why() -> None:
@@ -115,15 +115,15 @@ def test_a_refusal_says_what_and_why() -> None:
         "agents may not do this",
         "agent:a",
     )
-    refused = Identity("x", Kind.PERSON, frozenset({Scope.READ}), token_id="tok-1").may("run_command", "c")
+    refused = Identity("x", OwnerKind.PERSON, frozenset({Scope.READ}), token_id="tok-1").may("run_command", "c")
     assert refused is not None and "'operate'" in refused.reason and refused.problem()["source"] == "token tok-1"
 
 
 def test_reach() -> None:
     assert [namespace_of(name) for name in ("a", "team:a", "team:a:b", ":a")] == ["default", "team", "team", ""]
-    team = Identity("x", Kind.AGENT, frozenset({Scope.OPERATE}), namespace="team")
-    two = Identity("x", Kind.AGENT, frozenset({Scope.OPERATE}), contexts=frozenset({"a", "team:b"}))
-    both = Identity("x", Kind.AGENT, frozenset({Scope.OPERATE}), "team", frozenset({"a", "team:b"}))
+    team = Identity("x", OwnerKind.AGENT, frozenset({Scope.OPERATE}), namespace="team")
+    two = Identity("x", OwnerKind.AGENT, frozenset({Scope.OPERATE}), contexts=frozenset({"a", "team:b"}))
+    both = Identity("x", OwnerKind.AGENT, frozenset({Scope.OPERATE}), "team", frozenset({"a", "team:b"}))
     for identity, inside in ((team, {"team:a", "team:b"}), (two, {"a", "team:b"}), (both, {"team:b"})):
         for context in ("a", "b", "team:a", "team:b", "teams:a", "team"):
             assert identity.reaches(context) == (context in inside)
@@ -141,7 +141,7 @@ def test_reach() -> None:
 
 def test_no_agent_approves_whatever_its_token_says() -> None:
     for scopes in ({Scope.APPROVE}, {Scope.ADMINISTER}, set(Scope)):
-        agent = Identity("agent:x", Kind.AGENT, frozenset(scopes))
+        agent = Identity("agent:x", OwnerKind.AGENT, frozenset(scopes))
         for operation in ("decide_approval", "decide_approvals", "create_token", "put_policy"):
             assert agent.may(operation, "c") is not None
         assert may_decide(agent, "agent:other") is not None
@@ -152,8 +152,8 @@ def test_nobody_approves_what_they_asked_for() -> None:
     own = may_decide(PERSON, "person:p")
     assert own is not None and own.rule == "own request" and own.hint
     assert may_decide(ROOT, "administrator") is not None and may_decide(ROOT, "agent:a") is None
-    assert may_decide(Identity("person:q", Kind.PERSON, frozenset({Scope.OPERATE})), "agent:a") is not None
-    near = Identity("person:p", Kind.PERSON, frozenset({Scope.APPROVE}), contexts=frozenset({"c"}))
+    assert may_decide(Identity("person:q", OwnerKind.PERSON, frozenset({Scope.OPERATE})), "agent:a") is not None
+    near = Identity("person:p", OwnerKind.PERSON, frozenset({Scope.APPROVE}), contexts=frozenset({"c"}))
     assert may_decide(near, "agent:a", "c") is None and may_decide(near, "agent:a", "d") is not None
 
 
@@ -161,7 +161,7 @@ def test_nobody_approves_what_they_asked_for() -> None:
 
 
 async def test_a_token_is_shown_once_and_known_by_its_hash(tokens: Tokens, store: TokenStore, clock: Clock) -> None:
-    grant = Grant("deploy", Kind.SERVICE, [Scope.OPERATE, Scope.READ], "team", ["team:a"], 2000.0)
+    grant = Grant("deploy", OwnerKind.SERVICE, [Scope.OPERATE, Scope.READ], "team", ["team:a"], 2000.0)
     text, token = await tokens.issue(grant, ROOT)
     assert text.startswith(PREFIX) and len(text) == len(PREFIX) + 43
     kept = await store.get(token.id)
@@ -169,7 +169,7 @@ async def test_a_token_is_shown_once_and_known_by_its_hash(tokens: Tokens, store
     identity = await tokens.identify(text)
     assert identity == await tokens.identify(text.encode())
     assert (identity.subject, identity.kind, identity.namespace, identity.token_id) == (
-        "service:deploy", Kind.SERVICE, "team", token.id,
+        "service:deploy", OwnerKind.SERVICE, "team", token.id,
     )  # fmt: skip
     assert identity.scopes == {Scope.OPERATE, Scope.READ} and identity.contexts == {"team:a"}
     assert (await tokens.get(token.id)).used_at == 1000.0 and token.created_by == "administrator"
@@ -179,7 +179,7 @@ async def test_a_token_is_shown_once_and_known_by_its_hash(tokens: Tokens, store
 
 
 async def test_use_is_noted_now_and_then(tokens: Tokens, clock: Clock) -> None:
-    text, token = await tokens.issue(Grant("a", Kind.AGENT, [Scope.READ]), ROOT)
+    text, token = await tokens.issue(Grant("a", OwnerKind.AGENT, [Scope.READ]), ROOT)
     seen = []
     for seconds in (0, 10, 3000, 700):
         clock.now += seconds
@@ -217,7 +217,7 @@ def test_no_token_ends_in_a_traceback(given: str | bytes) -> None:
 
 
 async def test_revoked_at_once_here_and_soon_elsewhere(tokens: Tokens, store: TokenStore, clock: Clock) -> None:
-    text, token = await tokens.issue(Grant("a", Kind.AGENT, [Scope.READ]), ROOT)
+    text, token = await tokens.issue(Grant("a", OwnerKind.AGENT, [Scope.READ]), ROOT)
     elsewhere = Tokens(store, None, _nobody, clock)
     for each in (tokens, elsewhere):
         await each.identify(text)
@@ -237,7 +237,7 @@ async def test_a_lookup_that_is_under_way_keeps_no_revoked_token(
     store: TokenStore, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokens = Tokens(store, None, _nobody, clock)
-    text, token = await tokens.issue(Grant("a", Kind.AGENT, [Scope.READ]), ROOT)
+    text, token = await tokens.issue(Grant("a", OwnerKind.AGENT, [Scope.READ]), ROOT)
     looked, go = asyncio.Event(), asyncio.Event()
     used = store.used
 
@@ -262,7 +262,7 @@ async def test_the_cache_is_bounded_and_spares_the_database(
 ) -> None:
     monkeypatch.setattr(module, "CACHE_SIZE", 2)
     tokens = Tokens(store, "carrel_root", _nobody, clock)
-    texts = [(await tokens.issue(Grant(f"t{number}", Kind.AGENT, [Scope.READ]), ROOT))[0] for number in range(3)]
+    texts = [(await tokens.issue(Grant(f"t{number}", OwnerKind.AGENT, [Scope.READ]), ROOT))[0] for number in range(3)]
     looked = 0
     of_hash = store.of_new_hash
 
@@ -296,7 +296,7 @@ def queries(store: TokenStore, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 async def test_made_up_tokens_neither_load_the_database_nor_lock_out_real_ones(
     tokens: Tokens, clock: Clock, queries: list[object]
 ) -> None:
-    texts = [(await tokens.issue(Grant(name, Kind.AGENT, [Scope.READ]), ROOT))[0] for name in "abc"]
+    texts = [(await tokens.issue(Grant(name, OwnerKind.AGENT, [Scope.READ]), ROOT))[0] for name in "abc"]
     await tokens.identify(texts[0])
     before = len(queries)
     made_up = [asyncio.ensure_future(failure(tokens, f"carrel_{number}")) for number in range(2000)]
@@ -319,7 +319,7 @@ async def test_a_made_up_token_is_looked_up_once(tokens: Tokens, clock: Clock, q
 
 async def test_a_token_made_on_another_server_works_at_once(tokens: Tokens, store: TokenStore, clock: Clock) -> None:
     await failure(tokens, "carrel_made-up")
-    text, _ = await Tokens(store, None, _nobody, clock).issue(Grant("a", Kind.AGENT, [Scope.READ]), ROOT)
+    text, _ = await Tokens(store, None, _nobody, clock).issue(Grant("a", OwnerKind.AGENT, [Scope.READ]), ROOT)
     assert (await tokens.identify(text)).subject == "agent:a"
 
 
@@ -332,7 +332,7 @@ async def failure(tokens: Tokens, text: str) -> str:
 async def test_whoever_wants_to_know_is_told_of_a_revoked_token(
     tokens: Tokens, store: TokenStore, clock: Clock
 ) -> None:
-    made = [(await tokens.issue(Grant(name, Kind.AGENT, [Scope.READ]), ROOT))[1].id for name in "abc"]
+    made = [(await tokens.issue(Grant(name, OwnerKind.AGENT, [Scope.READ]), ROOT))[1].id for name in "abc"]
     told: list[str] = []
     tokens = Tokens(store, None, told.append, clock)
     await tokens.revoke(made[0])
@@ -345,18 +345,18 @@ async def test_whoever_wants_to_know_is_told_of_a_revoked_token(
 @pytest.mark.parametrize(
     ("grant", "field"),
     [
-        (Grant("", Kind.PERSON, [Scope.READ]), "name"),
-        (Grant("a b", Kind.PERSON, [Scope.READ]), "name"),
-        (Grant("a" * 129, Kind.PERSON, [Scope.READ]), "name"),
-        (Grant("a", Kind.PERSON, []), "scopes"),
-        (Grant("a", Kind.AGENT, [Scope.READ, Scope.APPROVE]), "scopes"),
-        (Grant("a", Kind.AGENT, [Scope.ADMINISTER]), "scopes"),
-        (Grant("a", Kind.PERSON, [Scope.READ], "team:x"), "namespace"),
-        (Grant("a", Kind.PERSON, [Scope.READ], None, []), "contexts"),
-        (Grant("a", Kind.PERSON, [Scope.READ], None, ["a b"]), "contexts"),
-        (Grant("a", Kind.PERSON, [Scope.READ], "team", ["other:a"]), "contexts"),
-        (Grant("a", Kind.PERSON, [Scope.READ], expires_at=1000.0), "expires_at"),
-        (Grant("a", Kind.PERSON, [Scope.READ], expires_at=float("nan")), "expires_at"),
+        (Grant("", OwnerKind.PERSON, [Scope.READ]), "name"),
+        (Grant("a b", OwnerKind.PERSON, [Scope.READ]), "name"),
+        (Grant("a" * 129, OwnerKind.PERSON, [Scope.READ]), "name"),
+        (Grant("a", OwnerKind.PERSON, []), "scopes"),
+        (Grant("a", OwnerKind.AGENT, [Scope.READ, Scope.APPROVE]), "scopes"),
+        (Grant("a", OwnerKind.AGENT, [Scope.ADMINISTER]), "scopes"),
+        (Grant("a", OwnerKind.PERSON, [Scope.READ], "team:x"), "namespace"),
+        (Grant("a", OwnerKind.PERSON, [Scope.READ], None, []), "contexts"),
+        (Grant("a", OwnerKind.PERSON, [Scope.READ], None, ["a b"]), "contexts"),
+        (Grant("a", OwnerKind.PERSON, [Scope.READ], "team", ["other:a"]), "contexts"),
+        (Grant("a", OwnerKind.PERSON, [Scope.READ], expires_at=1000.0), "expires_at"),
+        (Grant("a", OwnerKind.PERSON, [Scope.READ], expires_at=float("nan")), "expires_at"),
     ],
 )
 async def test_what_no_token_can_be(tokens: Tokens, store: TokenStore, grant: Grant, field: str) -> None:
@@ -367,34 +367,34 @@ async def test_what_no_token_can_be(tokens: Tokens, store: TokenStore, grant: Gr
 
 
 async def test_nobody_gives_more_than_they_have(tokens: Tokens) -> None:
-    for identity in (AGENT, PERSON, Identity("agent:r", Kind.AGENT, frozenset({Scope.ADMINISTER}))):
+    for identity in (AGENT, PERSON, Identity("agent:r", OwnerKind.AGENT, frozenset({Scope.ADMINISTER}))):
         with pytest.raises(Denied):
-            await tokens.issue(Grant("a", Kind.PERSON, [Scope.READ]), identity)
-    team = Identity("person:t", Kind.PERSON, frozenset({Scope.ADMINISTER}), namespace="team")
-    for wrong in (Grant("a", Kind.PERSON, [Scope.READ]), Grant("a", Kind.PERSON, [Scope.READ], "other")):
+            await tokens.issue(Grant("a", OwnerKind.PERSON, [Scope.READ]), identity)
+    team = Identity("person:t", OwnerKind.PERSON, frozenset({Scope.ADMINISTER}), namespace="team")
+    for wrong in (Grant("a", OwnerKind.PERSON, [Scope.READ]), Grant("a", OwnerKind.PERSON, [Scope.READ], "other")):
         with pytest.raises(InvalidRequest):
             await tokens.issue(wrong, team)
-    await tokens.issue(Grant("a", Kind.PERSON, [Scope.READ], "team"), team)
-    few = Identity("person:f", Kind.PERSON, frozenset({Scope.ADMINISTER}), contexts=frozenset({"a", "b"}))
+    await tokens.issue(Grant("a", OwnerKind.PERSON, [Scope.READ], "team"), team)
+    few = Identity("person:f", OwnerKind.PERSON, frozenset({Scope.ADMINISTER}), contexts=frozenset({"a", "b"}))
     for contexts in (None, ["a", "c"]):
         with pytest.raises(InvalidRequest):
-            await tokens.issue(Grant("a", Kind.PERSON, [Scope.READ], contexts=contexts), few)
-    _, token = await tokens.issue(Grant("a", Kind.PERSON, [Scope.READ], contexts=["b"]), few)
+            await tokens.issue(Grant("a", OwnerKind.PERSON, [Scope.READ], contexts=contexts), few)
+    _, token = await tokens.issue(Grant("a", OwnerKind.PERSON, [Scope.READ], contexts=["b"]), few)
     assert token.created_by == "person:f"
-    short = Identity("person:s", Kind.PERSON, frozenset({Scope.ADMINISTER}), expires_at=2000.0)
+    short = Identity("person:s", OwnerKind.PERSON, frozenset({Scope.ADMINISTER}), expires_at=2000.0)
     for expires in (None, 2000.1):
         with pytest.raises(InvalidRequest, match="cannot expire later"):
-            await tokens.issue(Grant("a", Kind.PERSON, [Scope.READ], expires_at=expires), short)
-    await tokens.issue(Grant("a", Kind.PERSON, [Scope.READ], expires_at=2000.0), short)
+            await tokens.issue(Grant("a", OwnerKind.PERSON, [Scope.READ], expires_at=expires), short)
+    await tokens.issue(Grant("a", OwnerKind.PERSON, [Scope.READ], expires_at=2000.0), short)
 
 
 async def test_what_a_newer_carrel_wrote_gives_no_rights(tokens: Tokens, store: TokenStore) -> None:
-    text, token = await tokens.issue(Grant("a", Kind.PERSON, [Scope.READ]), ROOT)
+    text, token = await tokens.issue(Grant("a", OwnerKind.PERSON, [Scope.READ]), ROOT)
     await store.insert(
         token._replace(id="tok-2", hash=module.hashed("carrel_new"), kind="robot", scopes=("fly", "read"))
     )  # type: ignore[arg-type]
     found = await tokens.identify("carrel_new")
-    assert (found.kind, found.scopes) == (Kind.AGENT, {Scope.READ})
+    assert (found.kind, found.scopes) == (OwnerKind.AGENT, {Scope.READ})
     listed, _ = await tokens.page()
     assert {each.id for each in listed} == {token.id, "tok-2"} and all(isinstance(each, Token) for each in listed)
     assert await tokens.identify(text)

@@ -338,7 +338,7 @@ class Settings(_Group):
 
 
 @dataclass(frozen=True)
-class Declaration:
+class SettingDeclaration:
     """One setting, for the documentation."""
 
     name: str
@@ -353,7 +353,7 @@ def _show(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _declare(group: type[BaseModel], prefix: str = "") -> Iterator[Declaration]:
+def _declare(group: type[BaseModel], prefix: str = "") -> Iterator[SettingDeclaration]:
     for key, info in group.model_fields.items():
         name = prefix + key
         if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
@@ -365,10 +365,10 @@ def _declare(group: type[BaseModel], prefix: str = "") -> Iterator[Declaration]:
             default = f"none; {FLEET_TTL_DAYS} with PostgreSQL"
         else:
             default = _show(info.default)
-        yield Declaration(name, PREFIX + name.upper().replace(".", "_"), default, info.description or "")
+        yield SettingDeclaration(name, PREFIX + name.upper().replace(".", "_"), default, info.description or "")
 
 
-def declarations() -> list[Declaration]:
+def declarations() -> list[SettingDeclaration]:
     """Return every setting: name in `carrel.toml`, environment variable, default, meaning."""
     return list(_declare(Settings))
 

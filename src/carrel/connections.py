@@ -49,7 +49,7 @@ def connections_allowed() -> int:
     return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(8, min(MAX_CONNECTIONS, soft // 2))
 
 
-class Connection:
+class OpenConnection:
     """One open connection, also after its upgrade to a WebSocket. Its caller is unknown until `authenticated` is
     called.
     """
@@ -127,10 +127,10 @@ class Connections:
         self.unknown_s = unknown_s
         # A batch of this size can be accepted before any of its requests is read. It must not replace all others.
         self.backlog = max(1, min(1024, self.most_unknown // 2))
-        self._unknown: dict[Connection, None] = {}
-        self._by_peer: dict[str, dict[Connection, None]] = {}
-        self._known: set[Connection] = set()
-        self._idle: dict[Connection, None] = {}
+        self._unknown: dict[OpenConnection, None] = {}
+        self._by_peer: dict[str, dict[OpenConnection, None]] = {}
+        self._known: set[OpenConnection] = set()
+        self._idle: dict[OpenConnection, None] = {}
 
     def __len__(self) -> int:
         return len(self._unknown) + len(self._known)
@@ -140,9 +140,9 @@ class Connections:
         """The number of connections with an unknown caller."""
         return len(self._unknown)
 
-    def add(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> Connection | None:
+    def add(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> OpenConnection | None:
         """Add a new connection; None if all others are busy for known callers, so that none can be replaced."""
-        new = Connection(self, transport)
+        new = OpenConnection(self, transport)
         if (len(self._unknown) >= self.most_unknown or len(self) >= self.most) and not self._close_oldest(new.peer):
             return None
         self._unknown[new] = None
@@ -160,27 +160,27 @@ class Connections:
         oldest.abort()
         return True
 
-    def now_known(self, connection: Connection) -> None:
+    def now_known(self, connection: OpenConnection) -> None:
         """Record that the caller of a connection is authenticated."""
         if self._forget_unknown(connection):
             self._known.add(connection)
 
-    def now_busy(self, connection: Connection) -> None:
+    def now_busy(self, connection: OpenConnection) -> None:
         """Record that a connection has a request to answer."""
         self._idle.pop(connection, None)
 
-    def now_idle(self, connection: Connection) -> None:
+    def now_idle(self, connection: OpenConnection) -> None:
         """Record that a connection has no request to answer."""
         if connection in self._known:
             self._idle[connection] = None
 
-    def remove(self, connection: Connection) -> None:
+    def remove(self, connection: OpenConnection) -> None:
         """Remove a closed connection."""
         self._forget_unknown(connection)
         self._known.discard(connection)
         self._idle.pop(connection, None)
 
-    def _forget_unknown(self, connection: Connection) -> bool:
+    def _forget_unknown(self, connection: OpenConnection) -> bool:
         if connection not in self._unknown:
             return False
         del self._unknown[connection]
@@ -198,9 +198,9 @@ def mark_authenticated(scope: MutableMapping[str, Any]) -> None:
         connection.authenticated()
 
 
-def of_scope(scope: MutableMapping[str, Any]) -> Connection | None:
+def of_scope(scope: MutableMapping[str, Any]) -> OpenConnection | None:
     """Return the connection of a request; None if the server is not carrel's."""
-    return cast("Connection | None", scope.get("state", {}).get(_STATE))
+    return cast("OpenConnection | None", scope.get("state", {}).get(_STATE))
 
 
 def _peer(transport: asyncio.Transport) -> str:
@@ -228,7 +228,7 @@ class HttpProtocol(HttpToolsProtocol):
     ):
         super().__init__(config, server_state, app_state, _loop)
         self._connections = connections
-        self._connection: Connection | None = None
+        self._connection: OpenConnection | None = None
         self._websocket: WebSocketProtocol | None = None
         if self.ws_protocol_class is not None:
             self.ws_protocol_class = self._make_websocket  # type: ignore[assignment]

@@ -32,7 +32,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,127}")
 _CONTEXT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
-class Kind(StrEnum):
+class OwnerKind(StrEnum):
     """The kind of a token's owner."""
 
     PERSON = "person"
@@ -97,7 +97,7 @@ class Identity:
     """A caller. `namespace` None means every namespace, `contexts` None every context in it."""
 
     subject: str
-    kind: Kind
+    kind: OwnerKind
     scopes: frozenset[Scope]
     namespace: str | None = None
     contexts: frozenset[str] | None = None
@@ -106,7 +106,7 @@ class Identity:
 
     def has(self, scope: Scope) -> bool:
         """Return whether the identity has a scope, directly or included. An agent never has the scopes for people."""
-        if self.kind is Kind.AGENT and scope in _NOT_FOR_AGENTS:
+        if self.kind is OwnerKind.AGENT and scope in _NOT_FOR_AGENTS:
             return False
         return any(scope in _INCLUDED[each] for each in self.scopes)
 
@@ -139,7 +139,7 @@ class Identity:
         needed = scope_of(operation)
         if self.has(needed):
             return None
-        only = self.kind is Kind.AGENT and needed in _NOT_FOR_AGENTS
+        only = self.kind is OwnerKind.AGENT and needed in _NOT_FOR_AGENTS
         reason = "agents may not do this" if only else f"the token lacks the scope '{needed}'"
         return self.refusal(operation, f"scope({needed})", reason)
 
@@ -157,7 +157,7 @@ class Identity:
         )
 
 
-ROOT = Identity("administrator", Kind.PERSON, frozenset({Scope.ADMINISTER}))
+ROOT = Identity("administrator", OwnerKind.PERSON, frozenset({Scope.ADMINISTER}))
 """The owner of the token in the data directory."""
 
 
@@ -176,7 +176,7 @@ class Grant:
     """The properties of a new token."""
 
     name: str
-    kind: Kind
+    kind: OwnerKind
     scopes: Collection[Scope]
     namespace: str | None = None
     contexts: Collection[str] | None = None
@@ -189,7 +189,7 @@ class Token(NamedTuple):
     id: str
     name: str
     hash: str
-    kind: Kind
+    kind: OwnerKind
     scopes: tuple[Scope, ...]
     namespace: str | None
     contexts: tuple[str, ...] | None
@@ -211,7 +211,7 @@ Kept = tuple[str, str, str, str, Names, str | None, Names | None, float, str, fl
 """The fields of a `Token` as the store returns them."""
 
 
-class Store(Protocol):
+class TokenRecords(Protocol):
     """A store of tokens; `store.tokens.TokenStore` is one, and explains the methods."""
 
     async def insert(self, token: Kept) -> None:
@@ -253,7 +253,11 @@ class Tokens:
     """
 
     def __init__(
-        self, store: Store, root: str | None, on_revoked: Callable[[str], None], clock: Callable[[], float] = time.time
+        self,
+        store: TokenRecords,
+        root: str | None,
+        on_revoked: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
     ):
         self._store = store
         self._root = None if root is None else root.encode()
@@ -294,7 +298,7 @@ class Tokens:
             )
         if not grant.scopes:
             raise InvalidRequest("a token needs a scope", field="scopes", hint=f"they are: {', '.join(Scope)}")
-        if grant.kind is Kind.AGENT and (wrong := _NOT_FOR_AGENTS & set(grant.scopes)):
+        if grant.kind is OwnerKind.AGENT and (wrong := _NOT_FOR_AGENTS & set(grant.scopes)):
             raise InvalidRequest(
                 f"an agent's token cannot have the scope '{min(wrong)}'",
                 field="scopes",
@@ -411,6 +415,6 @@ def _token(kept: Kept) -> Token:
     """Make a token from its stored fields. An unknown scope is dropped, and an unknown kind counts as an agent."""
     token = Token._make(kept)
     return token._replace(
-        kind=Kind(token.kind) if token.kind in set(Kind) else Kind.AGENT,
+        kind=OwnerKind(token.kind) if token.kind in set(OwnerKind) else OwnerKind.AGENT,
         scopes=tuple(Scope(each) for each in token.scopes if each in set(Scope)),
     )

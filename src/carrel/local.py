@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from carrel.config import Settings
     from carrel.control.sessions.placement import Resolved
     from carrel.control.supervisor.client import SupervisorClient
-    from carrel.control.supervisor.frames import Chunk
+    from carrel.control.supervisor.frames import StreamChunk
     from carrel.models import CommandInfo, SandboxRequest
     from carrel.providers.base import Handle, Provider
 
@@ -118,7 +118,7 @@ class LocalCommands:
         require_id(info.id)
         return LocalCommand(self, info.id)
 
-    async def output(self, command_id: str) -> AsyncIterator[Chunk]:
+    async def output(self, command_id: str) -> AsyncIterator[StreamChunk]:
         """Yield the output of a command until it ends, then an `end` chunk with its info as JSON."""
         from carrel.control.governance.redaction import clean_output
         from carrel.redaction.redact import Redactor
@@ -193,7 +193,7 @@ class LocalStream:
         self._command_id = command_id
         self.info: CommandInfo | None = None
 
-    async def __aiter__(self) -> AsyncIterator[Chunk]:
+    async def __aiter__(self) -> AsyncIterator[StreamChunk]:
         async for chunk in self._commands.output(self._command_id):
             if chunk.stream == "end":
                 self.info = await self._commands.told(chunk.data)

@@ -46,7 +46,7 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningServer:
     """A running server."""
 
     url: str
@@ -179,7 +179,9 @@ def _raise_file_limit() -> None:
 
 
 @asynccontextmanager
-async def running(settings: Settings, *, providers: Mapping[str, Provider] | None = None) -> AsyncIterator[Running]:
+async def running(
+    settings: Settings, *, providers: Mapping[str, Provider] | None = None
+) -> AsyncIterator[RunningServer]:
     """Run a server in the current event loop until the block ends. `port=0` picks a free port."""
     layout = Layout(settings.data_dir)
     await asyncio.to_thread(layout.prepare)
@@ -216,7 +218,7 @@ async def running(settings: Settings, *, providers: Mapping[str, Provider] | Non
                 await asyncio.sleep(0.005)
             url, listens_on = _urls(listener)
             write_file(record, (json.dumps({"url": url, "pid": os.getpid()}) + "\n").encode())
-            yield Running(url, listens_on, token, token_is_new, settings.data_dir, plane)
+            yield RunningServer(url, listens_on, token, token_is_new, settings.data_dir, plane)
         finally:
             with suppress(OSError):
                 os.unlink(record)
@@ -252,7 +254,7 @@ def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None
         ) from None
 
 
-def _welcome(server: Running, *, at_terminal: bool) -> str:
+def _welcome(server: RunningServer, *, at_terminal: bool) -> str:
     """Return the text for the person who starts the server. The output may be a log that others read, so the token is
     shown only at a terminal, and only once.
     """

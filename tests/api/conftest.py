@@ -12,7 +12,7 @@ from tests.support.governed import POLICY, Known
 from tests.support.refusals import Contract
 
 from carrel.config import Settings, load
-from carrel.server import Running, running
+from carrel.server import RunningServer, running
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def settings() -> Iterator[Settings]:
 
 
 @pytest.fixture
-async def server(settings: Settings) -> AsyncIterator[Running]:
+async def server(settings: Settings) -> AsyncIterator[RunningServer]:
     async with running(settings) as server:
         yield server
 
@@ -37,7 +37,7 @@ _read: list[Contract] = []
 
 
 @pytest.fixture
-async def contract(server: Running) -> Contract:
+async def contract(server: RunningServer) -> Contract:
     """The OpenAPI document: the same for every server, so asked for once."""
     if not _read:
         async with httpx.AsyncClient(base_url=server.url) as client:
@@ -46,7 +46,7 @@ async def contract(server: Running) -> Contract:
 
 
 @pytest.fixture
-async def http(server: Running, contract: Contract) -> AsyncIterator[httpx.AsyncClient]:
+async def http(server: RunningServer, contract: Contract) -> AsyncIterator[httpx.AsyncClient]:
     headers = {"authorization": f"Bearer {server.token}"}
 
     async def judge(answer: httpx.Response) -> None:
@@ -58,7 +58,7 @@ async def http(server: Running, contract: Contract) -> AsyncIterator[httpx.Async
 
 
 @pytest.fixture
-async def known(http: httpx.AsyncClient, server: Running) -> AsyncIterator[Known]:
+async def known(http: httpx.AsyncClient, server: RunningServer) -> AsyncIterator[Known]:
     """Makes a token and gives a client that shows it."""
     made: list[httpx.AsyncClient] = []
 

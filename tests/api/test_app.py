@@ -8,9 +8,9 @@ import httpx
 import pytest
 from tests.support.refusals import Contract, refused
 
-from carrel.models.bundles import END, MEDIA_TYPE, Part
+from carrel.models.bundles import END, MEDIA_TYPE, BundlePart
 from carrel.policy.verdict import Verdict
-from carrel.server import Running
+from carrel.server import RunningServer
 
 BODIES: dict[str, dict[str, Any]] = {
     "deploy_or_resume": {"context_id": "other"},
@@ -56,7 +56,9 @@ def request(method: str, path: str, operation: dict[str, Any], box: str = "absen
     elif "requestBody" in operation and "application/json" in operation["requestBody"]["content"]:
         sent["json"] = {}
     elif "requestBody" in operation and MEDIA_TYPE in operation["requestBody"]["content"]:
-        part = Part("request", 12) if operation["operationId"] == "execute_bundle" else Part("file", 12, "x")
+        part = (
+            BundlePart("request", 12) if operation["operationId"] == "execute_bundle" else BundlePart("file", 12, "x")
+        )
         sent["content"] = part.head() + b'{"code":"1"}' + END
     needed = [each for each in operation.get("parameters", []) if each["in"] == "query" and each["required"]]
     if needed:
@@ -93,7 +95,7 @@ async def test_openapi_is_complete_and_true(contract: Contract) -> None:
 
 
 async def test_every_operation_refuses_what_is_not_for_it(
-    http: httpx.AsyncClient, server: Running, contract: Contract
+    http: httpx.AsyncClient, server: RunningServer, contract: Contract
 ) -> None:
     async with httpx.AsyncClient(base_url=server.url) as stranger:
         for method, path, operation in contract.operations():
@@ -137,7 +139,7 @@ async def test_every_operation_on_an_ended_sandbox(http: httpx.AsyncClient, box:
 
 
 async def test_policy_can_deny_every_operation_on_a_sandbox(
-    http: httpx.AsyncClient, server: Running, box: str, contract: Contract, monkeypatch: pytest.MonkeyPatch
+    http: httpx.AsyncClient, server: RunningServer, box: str, contract: Contract, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decision = Verdict("deny", "nothing is allowed here", "everything", "a test", "ask nobody")
     monkeypatch.setattr(server.plane.policies, "decide", AsyncMock(return_value=decision))

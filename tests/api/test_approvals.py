@@ -12,7 +12,7 @@ from tests.support.governed import POLICY, Known
 from tests.support.refusals import refused
 
 from carrel.config import Settings
-from carrel.server import Running, running
+from carrel.server import RunningServer, running
 
 TOUCH = {"command": "echo x >> made; touch made"}
 
@@ -154,7 +154,7 @@ async def test_watching(known: Known, governed: str, kind: str) -> None:
 async def test_a_restart_keeps_what_waits_and_lets_everybody_go(settings: Settings) -> None:
     async with AsyncExitStack() as clients:
 
-        def client(server: Running, token: str | None) -> Awaitable[httpx.AsyncClient]:
+        def client(server: RunningServer, token: str | None) -> Awaitable[httpx.AsyncClient]:
             headers = {"authorization": f"Bearer {token}"}
             return clients.enter_async_context(httpx.AsyncClient(base_url=server.url, headers=headers, timeout=60))
 

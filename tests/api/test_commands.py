@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.refusals import refused
 
-from carrel.server import Running
+from carrel.server import RunningServer
 
 Sent = dict[str, Any]
 
@@ -54,7 +54,9 @@ async def test_streams(http: httpx.AsyncClient, box: str) -> None:
     assert json.loads(lines[0].removeprefix("data: "))["text"] == "b"
 
 
-async def test_a_caller_who_goes_away_leaves_no_stream(http: httpx.AsyncClient, server: Running, box: str) -> None:
+async def test_a_caller_who_goes_away_leaves_no_stream(
+    http: httpx.AsyncClient, server: RunningServer, box: str
+) -> None:
     async with http.stream("POST", f"{box}/commands/stream", json={"command": "echo x; sleep 999"}) as answer:
         async for _ in answer.aiter_lines():
             break

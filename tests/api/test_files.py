@@ -9,7 +9,7 @@ import httpx
 import pytest
 from tests.support.refusals import Contract, refused
 
-from carrel.server import Running
+from carrel.server import RunningServer
 
 Sent = dict[str, Any]
 
@@ -58,7 +58,7 @@ async def test_uploads_may_be_larger_than_any_other_body(http: httpx.AsyncClient
 
 
 async def test_who_leaves_in_the_middle_of_an_upload_is_no_failure_of_carrel(
-    http: httpx.AsyncClient, server: Running, box: str, caplog: pytest.LogCaptureFixture
+    http: httpx.AsyncClient, server: RunningServer, box: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It was written down as unexpected, with a traceback in the server's log."""
     where = urlsplit(server.url)

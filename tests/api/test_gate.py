@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from carrel.api.gate import _seconds
 from carrel.config import Settings
 from carrel.errors import InvalidRequest
-from carrel.server import Running, running
+from carrel.server import RunningServer, running
 
 
-async def test_without_the_token(server: Running) -> None:
+async def test_without_the_token(server: RunningServer) -> None:
     for shown in (None, "Bearer wrong", "Basic x", "Bearer", f"Basic {server.token}"):
         await refused(server, {} if shown is None else {"authorization": shown})
 
 
-async def refused(server: Running, headers: dict[str, str]) -> None:
+async def refused(server: RunningServer, headers: dict[str, str]) -> None:
     async with httpx.AsyncClient(base_url=server.url, headers=headers) as client:
         for path in ("/v1/sandboxes", "/v1/host", "/nothing", f"/v1/sandboxes?token={server.token}"):
             answer = await client.get(path)
@@ -26,7 +26,7 @@ async def refused(server: Running, headers: dict[str, str]) -> None:
             assert answer.json()["code"] == "unauthorized"
 
 
-async def test_open_pages(server: Running) -> None:
+async def test_open_pages(server: RunningServer) -> None:
     async with httpx.AsyncClient(base_url=server.url) as client:
         for path in ("/healthz", "/readyz", "/docs", "/openapi.json"):
             assert (await client.get(path)).status_code == 200
@@ -57,7 +57,7 @@ async def test_without_auth_only_on_loopback(settings: Settings) -> None:
     assert caught.value.field == "auth"
 
 
-async def test_a_token_that_is_known(server: Running, http: httpx.AsyncClient) -> None:
+async def test_a_token_that_is_known(server: RunningServer, http: httpx.AsyncClient) -> None:
     made = await http.post("/v1/tokens", json={"name": "a", "kind": "agent", "scopes": ["read"]})
     async with httpx.AsyncClient(base_url=server.url) as client:
         good = {"authorization": f"bearer {made.json()['token']}"}

@@ -18,7 +18,7 @@ from carrel.errors import Denied
 from carrel.identity import LISTED, scope_of
 from carrel.models import SandboxInfo
 from carrel.models.operations import OPERATIONS, TABLE
-from carrel.server import Running
+from carrel.server import RunningServer
 
 ADMINISTER = {
     "create_token", "get_token", "list_tokens", "revoke_token", "put_policy", "delete_policy",
@@ -133,7 +133,9 @@ async def test_a_token_for_some_contexts(known: Known, governed: str) -> None:
     assert (await agent.get("/v1/audit", params={"context_id": "team:a"})).status_code == 200
 
 
-async def test_terminals_are_guarded(server: Running, http: httpx.AsyncClient, known: Known, governed: str) -> None:
+async def test_terminals_are_guarded(
+    server: RunningServer, http: httpx.AsyncClient, known: Known, governed: str
+) -> None:
     info = SandboxInfo.model_validate((await http.get(governed)).json())
     for client in (await known("r", "agent", "read"), await known("o", "agent", "operate", namespace="other")):
         token = client.headers["authorization"].removeprefix("Bearer ")

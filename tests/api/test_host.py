@@ -5,7 +5,7 @@ import pytest
 from tests.support.refusals import refused
 
 from carrel.models import HostReport
-from carrel.server import Running
+from carrel.server import RunningServer
 
 
 async def test_the_report(http: httpx.AsyncClient) -> None:
@@ -16,7 +16,7 @@ async def test_the_report(http: httpx.AsyncClient) -> None:
 
 
 async def test_ready_only_while_some_provider_can_be_used(
-    http: httpx.AsyncClient, server: Running, monkeypatch: pytest.MonkeyPatch
+    http: httpx.AsyncClient, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for path in ("/healthz", "/readyz"):
         assert (await http.get(path)).json() == {"status": "ok"}

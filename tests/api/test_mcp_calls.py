@@ -20,7 +20,7 @@ from mcp_types.version import MODERN_PROTOCOL_VERSIONS
 from tests.support.mcp_hosted import GOOD
 
 from carrel.api.mcp_calls import plain_call
-from carrel.server import Running
+from carrel.server import RunningServer
 
 VERSION = MODERN_PROTOCOL_VERSIONS[-1]
 Json = dict[str, Any]
@@ -168,7 +168,7 @@ def test_nor_any_bytes(body: bytes) -> None:
 
 
 async def test_a_call_that_takes_longer_is_served_on_and_broken_off_with_its_client(
-    server: Running, http: httpx.AsyncClient, box: str
+    server: RunningServer, http: httpx.AsyncClient, box: str
 ) -> None:
     await http.put(f"{box}/files/content?path=good.py", content=GOOD.encode())
     added = await http.put(f"{box}/mcp-servers/good", json={"command": ["python3", "good.py"]})

@@ -17,8 +17,8 @@ from mcp.client.streamable_http import streamable_http_client
 from tests.support.governed import Known
 from tests.support.mcp_hosted import GOOD
 
-from carrel.api.mcp_endpoint import Work
-from carrel.server import Running
+from carrel.api.mcp_endpoint import RequestWork
+from carrel.server import RunningServer
 
 ACCEPT = {"accept": "application/json, text/event-stream"}
 
@@ -33,7 +33,7 @@ async def place(http: httpx.AsyncClient, box: str) -> str:
 
 @asynccontextmanager
 async def connected(
-    server: Running, place: str, mode: str = "auto", token: str | None = None, able: dict[str, Any] | None = None
+    server: RunningServer, place: str, mode: str = "auto", token: str | None = None, able: dict[str, Any] | None = None
 ) -> AsyncIterator[Client]:
     given = {"authorization": f"Bearer {token or server.token}"}
     async with httpx2.AsyncClient(headers=given, timeout=30) as client:
@@ -43,7 +43,7 @@ async def connected(
 
 
 @pytest.mark.parametrize("mode", ["legacy", "auto"])
-async def test_with_no_special_code(server: Running, place: str, mode: str) -> None:
+async def test_with_no_special_code(server: RunningServer, place: str, mode: str) -> None:
     steps: list[float] = []
 
     async def progress(progress: float, total: float | None, message: str | None) -> None:
@@ -68,7 +68,9 @@ async def test_with_no_special_code(server: Running, place: str, mode: str) -> N
         assert client.instructions == "be kind"
 
 
-async def test_lists_wake_nothing_and_a_call_resumes(server: Running, http: httpx.AsyncClient, place: str) -> None:
+async def test_lists_wake_nothing_and_a_call_resumes(
+    server: RunningServer, http: httpx.AsyncClient, place: str
+) -> None:
     assert (await http.post("/v1/sandboxes/box/stop")).status_code == 200
     async with connected(server, place) as client:
         assert len((await client.list_tools()).tools) == 9
@@ -77,7 +79,7 @@ async def test_lists_wake_nothing_and_a_call_resumes(server: Running, http: http
     assert (await http.get("/v1/sandboxes/box")).json()["state"] == "running"
 
 
-async def test_policy_and_approvals(server: Running, http: httpx.AsyncClient, place: str, known: Known) -> None:
+async def test_policy_and_approvals(server: RunningServer, http: httpx.AsyncClient, place: str, known: Known) -> None:
     rules = {"permissions": {"allow": ["mcp(good:echo)", "shell(python3:*)"], "deny": ["mcp(good:fail)"]}}
     assert (await http.put("/v1/contexts/box/policy", json={"settings": rules})).status_code == 200
     agent = await known("coder", "agent", "operate")
@@ -96,7 +98,9 @@ async def test_policy_and_approvals(server: Running, http: httpx.AsyncClient, pl
             await client.read_resource("memo://one")
 
 
-async def test_a_call_waits_for_a_person(server: Running, http: httpx.AsyncClient, place: str, known: Known) -> None:
+async def test_a_call_waits_for_a_person(
+    server: RunningServer, http: httpx.AsyncClient, place: str, known: Known
+) -> None:
     rules = {"permissions": {"allow": ["shell(python3:*)"]}}
     assert (await http.put("/v1/contexts/box/policy", json={"settings": rules})).status_code == 200
     agent = await known("coder", "agent", "operate")
@@ -112,7 +116,7 @@ async def test_a_call_waits_for_a_person(server: Running, http: httpx.AsyncClien
     assert answer.status_code == 200 and '"text":"1"' in answer.text.replace(" ", "")
 
 
-async def test_what_is_not_a_message(server: Running, place: str) -> None:
+async def test_what_is_not_a_message(server: RunningServer, place: str) -> None:
     headers = {"authorization": f"Bearer {server.token}"}
     async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=30) as client:
         assert (await client.get(place)).status_code == 405
@@ -130,7 +134,7 @@ async def test_what_is_not_a_message(server: Running, place: str) -> None:
 
 
 async def test_a_client_that_goes_away_breaks_its_call_off(
-    server: Running, http: httpx.AsyncClient, place: str
+    server: RunningServer, http: httpx.AsyncClient, place: str
 ) -> None:
     message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "hang", "arguments": {}}}
     headers = {"authorization": f"Bearer {server.token}", **ACCEPT}
@@ -148,7 +152,7 @@ async def test_a_client_that_goes_away_breaks_its_call_off(
 
 
 async def test_a_client_that_goes_away_while_a_sandbox_starts_leaves_none(
-    server: Running, http: httpx.AsyncClient, place: str
+    server: RunningServer, http: httpx.AsyncClient, place: str
 ) -> None:
     message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "count", "arguments": {}}}
     headers = {"authorization": f"Bearer {server.token}", **ACCEPT}
@@ -171,7 +175,7 @@ async def test_a_client_that_goes_away_while_a_sandbox_starts_leaves_none(
 
 
 async def test_what_is_broken_off_again_and_again_still_tidies_up() -> None:
-    work, tidied = Work(), []
+    work, tidied = RequestWork(), []
 
     async def long() -> None:
         try:
@@ -222,7 +226,7 @@ for line in sys.stdin:
 
 @pytest.mark.parametrize("mode", ["legacy", "auto"])
 async def test_what_a_server_asks_reaches_no_client(
-    server: Running, http: httpx.AsyncClient, box: str, mode: str
+    server: RunningServer, http: httpx.AsyncClient, box: str, mode: str
 ) -> None:
     """The server is told so before it asks, and gets an error when it does: it never waits for an answer."""
     await http.put(f"{box}/files/content?path=asks.py", content=ASKS.encode())

@@ -6,7 +6,7 @@ from tests.support.governed import Known
 from tests.support.mcp_hosted import GOOD
 from tests.support.refusals import refused
 
-from carrel.server import Running
+from carrel.server import RunningServer
 
 SERVER = {"command": ["python3", "good.py"]}
 
@@ -76,7 +76,7 @@ async def test_what_cannot_be_a_call(http: httpx.AsyncClient, hosted: str) -> No
     refused(await http.get(f"{hosted}/good/log?lmit=1"), 400, "lmit")
 
 
-async def test_who_may(http: httpx.AsyncClient, hosted: str, known: Known, server: Running) -> None:
+async def test_who_may(http: httpx.AsyncClient, hosted: str, known: Known, server: RunningServer) -> None:
     reader = await known("r", "agent", "read")
     assert (await reader.get(f"{hosted}/good/catalogue")).status_code == 200
     for act in (

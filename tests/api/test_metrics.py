@@ -5,7 +5,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse
 from tests.support.refusals import refused
 
-from carrel.server import Running
+from carrel.server import RunningServer
 
 
 async def count(http: httpx.AsyncClient, name: str, /, **labels: str) -> float:
@@ -39,6 +39,6 @@ async def test_openmetrics_for_who_accepts_it(http: httpx.AsyncClient) -> None:
     assert "carrel_operation_seconds" in {family.name for family in parse_openmetrics(answer.text)}
 
 
-async def test_the_token_is_asked_for(server: Running) -> None:
+async def test_the_token_is_asked_for(server: RunningServer) -> None:
     async with httpx.AsyncClient(base_url=server.url) as stranger:
         refused(await stranger.get("/metrics"), 401, "Authorization", "unauthorized")

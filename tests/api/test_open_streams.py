@@ -18,7 +18,7 @@ from tests.support.refusals import refused
 from websockets.asyncio.client import ClientConnection, connect
 
 from carrel.identity import Tokens
-from carrel.server import Running
+from carrel.server import RunningServer
 from carrel.store.tokens import TokenStore
 
 Ended = Callable[[], Awaitable[None]]
@@ -35,7 +35,9 @@ def headers(token: dict[str, Any]) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def stream(server: Running, token: dict[str, Any], method: str, path: str, **more: Any) -> AsyncIterator[Ended]:
+async def stream(
+    server: RunningServer, token: dict[str, Any], method: str, path: str, **more: Any
+) -> AsyncIterator[Ended]:
     """A stream that has begun; waiting for its end says that it was broken off."""
     async with (
         httpx.AsyncClient(base_url=server.url, headers=headers(token), timeout=30) as client,
@@ -61,7 +63,7 @@ async def says(socket: ClientConnection, words: bytes) -> None:
 
 
 @asynccontextmanager
-async def terminal(server: Running, token: dict[str, Any], box: str) -> AsyncIterator[Ended]:
+async def terminal(server: RunningServer, token: dict[str, Any], box: str) -> AsyncIterator[Ended]:
     url = f"{server.url.replace('http', 'ws')}{box}/terminals?command=cat"
     async with connect(url, additional_headers=headers(token), proxy=None) as socket:
         await socket.send(b"hello\n")
@@ -77,7 +79,7 @@ async def terminal(server: Running, token: dict[str, Any], box: str) -> AsyncIte
         yield ended
 
 
-async def everything(stack: AsyncExitStack, server: Running, token: dict[str, Any], box: str) -> list[Ended]:
+async def everything(stack: AsyncExitStack, server: RunningServer, token: dict[str, Any], box: str) -> list[Ended]:
     """Everything that can be open at once."""
     command = {"command": "echo begun; sleep 999"}
     http = await stack.enter_async_context(httpx.AsyncClient(base_url=server.url, headers=headers(token)))
@@ -107,7 +109,7 @@ async def box(http: httpx.AsyncClient) -> str:
 
 
 async def test_revoking_ends_all_that_is_open(
-    server: Running, http: httpx.AsyncClient, token: dict[str, Any], box: str
+    server: RunningServer, http: httpx.AsyncClient, token: dict[str, Any], box: str
 ) -> None:
     async with AsyncExitStack() as stack, asyncio.timeout(30):
         ends = await everything(stack, server, token, box)
@@ -123,7 +125,7 @@ async def test_revoking_ends_all_that_is_open(
 
 
 async def test_another_token_is_left_alone(
-    server: Running, http: httpx.AsyncClient, token: dict[str, Any], box: str
+    server: RunningServer, http: httpx.AsyncClient, token: dict[str, Any], box: str
 ) -> None:
     wanted = {"name": "other", "kind": "agent", "scopes": ["operate"]}
     other = (await http.post("/v1/tokens", json=wanted)).json()
@@ -136,7 +138,7 @@ async def test_another_token_is_left_alone(
             await says(socket, b"still")
 
 
-async def test_expiry_ends_them_too(server: Running, http: httpx.AsyncClient, box: str) -> None:
+async def test_expiry_ends_them_too(server: RunningServer, http: httpx.AsyncClient, box: str) -> None:
     for seconds in (5, 40):  # all of it must be open by then; on a busy machine that takes long
         end = datetime.now(UTC) + timedelta(seconds=seconds)
         wanted = {"name": f"short-{seconds}", "kind": "agent", "scopes": ["operate"], "expires_at": end.isoformat()}
@@ -154,7 +156,7 @@ async def test_expiry_ends_them_too(server: Running, http: httpx.AsyncClient, bo
             return
 
 
-async def test_what_another_server_revokes_ends_soon(server: Running, token: dict[str, Any], box: str) -> None:
+async def test_what_another_server_revokes_ends_soon(server: RunningServer, token: dict[str, Any], box: str) -> None:
     elsewhere = Tokens(TokenStore(server.plane._database), None, lambda _: None)
     async with terminal(server, token, box) as ended, asyncio.timeout(30):
         await elsewhere.revoke(token["id"])
@@ -163,7 +165,7 @@ async def test_what_another_server_revokes_ends_soon(server: Running, token: dic
 
 
 async def test_an_upload_and_an_answer_that_come_too_late(
-    server: Running, http: httpx.AsyncClient, token: dict[str, Any], box: str
+    server: RunningServer, http: httpx.AsyncClient, token: dict[str, Any], box: str
 ) -> None:
     sent, revoked = asyncio.Event(), asyncio.Event()
 
@@ -193,7 +195,7 @@ async def test_an_upload_and_an_answer_that_come_too_late(
 
 
 async def test_who_waits_for_a_person_and_is_revoked_gets_nothing_done(
-    server: Running, http: httpx.AsyncClient, known: Known, token: dict[str, Any], box: str
+    server: RunningServer, http: httpx.AsyncClient, known: Known, token: dict[str, Any], box: str
 ) -> None:
     ann = await known("ann", "person", "approve")
     async with httpx.AsyncClient(base_url=server.url, headers=headers(token), timeout=30) as agent:
@@ -208,7 +210,7 @@ async def test_who_waits_for_a_person_and_is_revoked_gets_nothing_done(
     assert (await http.get(f"{box}/files/stat", params={"path": "made"})).status_code == 404
 
 
-async def test_who_revokes_their_own_token_is_told_so(server: Running, http: httpx.AsyncClient) -> None:
+async def test_who_revokes_their_own_token_is_told_so(server: RunningServer, http: httpx.AsyncClient) -> None:
     wanted = {"name": "ann", "kind": "person", "scopes": ["administer"]}
     made = (await http.post("/v1/tokens", json=wanted)).json()
     async with httpx.AsyncClient(base_url=server.url, headers=headers(made)) as ann:

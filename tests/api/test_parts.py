@@ -10,8 +10,8 @@ from fastapi import FastAPI, Request
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.api.parts import Stream, as_json, event_stream, raw_query, wants_sse
-from carrel.control.supervisor.frames import Chunk
+from carrel.api.parts import ClosingStream, as_json, event_stream, raw_query, wants_sse
+from carrel.control.supervisor.frames import StreamChunk
 from carrel.errors import NotRunning
 from carrel.models import FileInfo
 
@@ -42,14 +42,14 @@ def test_events_are_for_those_who_ask() -> None:
 class Chunks:
     """A stream of output that knows whether it was closed."""
 
-    def __init__(self, *chunks: Chunk):
+    def __init__(self, *chunks: StreamChunk):
         self._chunks = iter(chunks)
         self.closed = False
 
-    def __aiter__(self) -> AsyncIterator[Chunk]:
+    def __aiter__(self) -> AsyncIterator[StreamChunk]:
         return self
 
-    async def __anext__(self) -> Chunk:
+    async def __anext__(self) -> StreamChunk:
         for chunk in self._chunks:
             return chunk
         raise StopAsyncIteration
@@ -61,7 +61,9 @@ class Chunks:
 @pytest.mark.parametrize("kind", ["application/x-ndjson", "text/event-stream"])
 async def test_a_stream_of_events(kind: str) -> None:
     parts = [b"a\xc3", b"\xa9", b"\xff"]
-    chunks = Chunks(Chunk("open", b""), *(Chunk("stdout", part) for part in parts), Chunk("end", b'{"id": "c"}'))
+    chunks = Chunks(
+        StreamChunk("open", b""), *(StreamChunk("stdout", part) for part in parts), StreamChunk("end", b'{"id": "c"}')
+    )
     app = FastAPI()
 
     @app.get("/")
@@ -82,9 +84,9 @@ async def test_a_stream_of_events(kind: str) -> None:
 
 
 async def test_a_stream_that_cannot_be_opened_still_has_a_status() -> None:
-    async def broken() -> AsyncIterator[Chunk]:
+    async def broken() -> AsyncIterator[StreamChunk]:
         raise NotRunning("it has ended")
-        yield Chunk("open", b"")
+        yield StreamChunk("open", b"")
 
     with pytest.raises(NotRunning):
         await event_stream(request(), broken())
@@ -110,7 +112,7 @@ async def test_a_stream_whose_caller_goes_away_tidies_up() -> None:
     async def send(_message: object) -> None:
         return
 
-    await Stream(lines())({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+    await ClosingStream(lines())({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
     assert tidied == list(range(5))
 
 
@@ -127,4 +129,4 @@ async def test_a_stream_that_breaks_says_why() -> None:
         return
 
     with pytest.raises(NotRunning):
-        await Stream(lines())({"type": "http"}, receive, send)
+        await ClosingStream(lines())({"type": "http"}, receive, send)

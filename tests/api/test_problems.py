@@ -13,7 +13,7 @@ from tests.support.refusals import Contract
 from carrel.api.problems import MEDIA_TYPE, answer, invalid, problems
 from carrel.errors import BY_CODE, InvalidRequest
 from carrel.models import ApprovalBatch, CommandRequest, SandboxRequest
-from carrel.server import Running
+from carrel.server import RunningServer
 
 
 def finding(model: type[BaseModel], body: str) -> InvalidRequest:
@@ -101,7 +101,7 @@ async def test_allow_names_every_method_of_a_path(http: httpx.AsyncClient, contr
 
 
 async def test_what_nobody_expected(
-    http: httpx.AsyncClient, server: Running, box: str, monkeypatch: pytest.MonkeyPatch
+    http: httpx.AsyncClient, server: RunningServer, box: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: object, **__: object) -> None:
         raise RuntimeError("/root/secret.py is broken")

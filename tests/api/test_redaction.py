@@ -13,7 +13,7 @@ from websockets.asyncio.client import connect
 
 from carrel.config import Settings
 from carrel.errors import PlatformError
-from carrel.server import Running
+from carrel.server import RunningServer
 
 SECRET = "correct-horse-battery"
 SHOWN = "[secret:PASSWORD]"
@@ -104,7 +104,7 @@ async def test_no_refusal_shows_it(
 
 
 async def test_no_approval_shows_it(
-    agent: httpx.AsyncClient, known: Known, heard: tuple[str, list[str]], server: Running
+    agent: httpx.AsyncClient, known: Known, heard: tuple[str, list[str]], server: RunningServer
 ) -> None:
     asked = {"command": f"{SECRET} --push", "env": {"A": SECRET}}
     handle = (await agent.post(f"{AT}/commands", json=asked)).json()["approval"]
@@ -139,7 +139,7 @@ async def test_what_is_told_of_commands(agent: httpx.AsyncClient, http: httpx.As
     assert (await http.get("/v1/sandboxes", params={"state": "terminated"})).json()["items"]
 
 
-async def test_a_terminal(agent: httpx.AsyncClient, server: Running) -> None:
+async def test_a_terminal(agent: httpx.AsyncClient, server: RunningServer) -> None:
     url = f"{server.url.replace('http', 'ws')}{AT}/terminals?command=cat"
     headers = {"authorization": agent.headers["authorization"]}
     async with connect(url, additional_headers=headers, proxy=None) as socket, asyncio.timeout(20):
@@ -151,7 +151,7 @@ async def test_a_terminal(agent: httpx.AsyncClient, server: Running) -> None:
 
 
 async def test_what_nobody_foresaw_is_logged_without_it(
-    agent: httpx.AsyncClient, server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    agent: httpx.AsyncClient, server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: object, **__: object) -> None:
         raise RuntimeError(f"what now: {SECRET}")
@@ -166,7 +166,7 @@ async def test_what_nobody_foresaw_is_logged_without_it(
 
 
 async def test_what_a_sync_says_of_a_file(
-    agent: httpx.AsyncClient, server: Running, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    agent: httpx.AsyncClient, server: RunningServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*_: object, **__: object) -> None:
         raise PlatformError(f"'{SECRET}' cannot be written")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.support.governed import Known
 from tests.support.refusals import refused
 
-from carrel.server import Running
+from carrel.server import RunningServer
 
 Sent = dict[str, Any]
 JSON = {"content-type": "application/json"}
@@ -65,7 +65,7 @@ BAD: list[tuple[Sent, int, str]] = [
 ]
 
 
-async def test_bad_requests_leave_nothing(http: httpx.AsyncClient, server: Running) -> None:
+async def test_bad_requests_leave_nothing(http: httpx.AsyncClient, server: RunningServer) -> None:
     for sent, status, field in BAD:
         refused(await http.post("/v1/sandboxes", **sent), status, field)
         assert (await http.get("/v1/sandboxes")).json()["items"] == []

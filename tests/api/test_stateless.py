@@ -10,8 +10,8 @@ from tests.support.governed import Known
 from tests.support.refusals import refused
 from tests.support.sandboxes import until
 
-from carrel.models.bundles import END, MEDIA_TYPE, Part, Unbundling
-from carrel.server import Running
+from carrel.models.bundles import END, MEDIA_TYPE, BundlePart, Unbundling
+from carrel.server import RunningServer
 
 
 async def test_a_call(http: httpx.AsyncClient, known: Known) -> None:
@@ -30,15 +30,15 @@ async def test_a_call(http: httpx.AsyncClient, known: Known) -> None:
 
 def bundle(code: str, *, end: bytes = END, **files: bytes) -> bytes:
     request = json.dumps({"code": code}).encode()
-    parts = [Part("request", len(request)).head() + request]
-    parts += [Part("file", len(data), path).head() + data for path, data in files.items()]
+    parts = [BundlePart("request", len(request)).head() + request]
+    parts += [BundlePart("file", len(data), path).head() + data for path, data in files.items()]
     return b"".join(parts) + end
 
 
-def parts_of(body: bytes) -> list[tuple[Part, bytes]]:
+def parts_of(body: bytes) -> list[tuple[BundlePart, bytes]]:
     parser, found = Unbundling(), []
     for item in parser.feed(body):
-        found.append((item, b"")) if isinstance(item, Part) else found.append((found.pop()[0], item))
+        found.append((item, b"")) if isinstance(item, BundlePart) else found.append((found.pop()[0], item))
     parser.finish()
     return found
 
@@ -50,8 +50,15 @@ async def test_a_bundle(http: httpx.AsyncClient, known: Known) -> None:
     assert answer.headers["content-type"] == MEDIA_TYPE
     [(result, text), (file, content)] = parts_of(answer.content)
     assert (result.kind, json.loads(text)["files_produced"]) == ("result", ["out"])
-    assert (file, content) == (Part("file", 4, "out"), b"hihi")
-    for body in (b"", END, Part("file", 1, "x").head() + b"x" + END, bundle(""), bundle("1", end=b""), b"nonsense" * 9):
+    assert (file, content) == (BundlePart("file", 4, "out"), b"hihi")
+    for body in (
+        b"",
+        END,
+        BundlePart("file", 1, "x").head() + b"x" + END,
+        bundle(""),
+        bundle("1", end=b""),
+        b"nonsense" * 9,
+    ):
         refused(await http.post("/v1/execute/bundle", content=body), 400, "code" if body == bundle("") else "body")
     bad = bundle("print(1)", **{"../x": b"1"})
     refused(await http.post("/v1/execute/bundle", content=bad), 400, "path")
@@ -59,7 +66,7 @@ async def test_a_bundle(http: httpx.AsyncClient, known: Known) -> None:
     refused(await reader.post("/v1/execute/bundle", content=bundle("1")), 403, None)
 
 
-async def test_back_pressure(http: httpx.AsyncClient, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_back_pressure(http: httpx.AsyncClient, server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {"max_sandboxes": 1, "queue": 0, "spares": 0}
     monkeypatch.setattr(server.plane.router.table, "settings", server.plane.settings.router.model_copy(update=few))
     code = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.01)"

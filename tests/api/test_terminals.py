@@ -9,10 +9,10 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
-from carrel.server import Running
+from carrel.server import RunningServer
 
 
-def terminal(server: Running, box: str, query: str = "") -> AbstractAsyncContextManager[ClientConnection]:
+def terminal(server: RunningServer, box: str, query: str = "") -> AbstractAsyncContextManager[ClientConnection]:
     url = server.url.replace("http", "ws") + box + "/terminals" + query
     return connect(url, additional_headers={"authorization": f"Bearer {server.token}"}, proxy=None)
 
@@ -27,7 +27,7 @@ async def until(socket: ClientConnection, wanted: bytes) -> bytes:
     return seen
 
 
-async def test_a_terminal(server: Running, box: str) -> None:
+async def test_a_terminal(server: RunningServer, box: str) -> None:
     async with terminal(server, box, "?rows=30&cols=100&command=sh") as socket:
         await socket.send(b"stty size\n")
         await until(socket, b"30 100")
@@ -43,7 +43,7 @@ async def test_a_terminal(server: Running, box: str) -> None:
         assert socket.close_code == 1000
 
 
-async def test_it_dies_with_the_socket(server: Running, http: httpx.AsyncClient, box: str) -> None:
+async def test_it_dies_with_the_socket(server: RunningServer, http: httpx.AsyncClient, box: str) -> None:
     async with terminal(server, box, "?command=sleep%20999") as socket:
         assert [each["running"] for each in (await http.get(f"{box}/commands")).json()["items"]] == [True]
         await socket.close()
@@ -52,7 +52,7 @@ async def test_it_dies_with_the_socket(server: Running, http: httpx.AsyncClient,
             await asyncio.sleep(0.02)
 
 
-async def test_nonsense_is_told_of(server: Running, box: str) -> None:
+async def test_nonsense_is_told_of(server: RunningServer, box: str) -> None:
     async with terminal(server, box, "?command=sleep%20999") as socket:
         await socket.send("resize please")
         async with asyncio.timeout(20):
@@ -64,14 +64,14 @@ async def test_nonsense_is_told_of(server: Running, box: str) -> None:
 
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/sandboxes/absent", 404), ("", 400)])
-async def test_refusals_come_before_the_socket_opens(server: Running, box: str, path: str, status: int) -> None:
+async def test_refusals_come_before_the_socket_opens(server: RunningServer, box: str, path: str, status: int) -> None:
     with pytest.raises(InvalidStatus) as caught:
         async with terminal(server, path or box, "" if path else "?rows=0"):
             pass
     assert caught.value.response.status_code == status
 
 
-async def test_the_token_is_needed_and_may_come_as_a_subprotocol(server: Running, box: str) -> None:
+async def test_the_token_is_needed_and_may_come_as_a_subprotocol(server: RunningServer, box: str) -> None:
     url = server.url.replace("http", "ws") + box + "/terminals?command=sh"
     for bad in (url, f"{url}&token={server.token}"):
         with pytest.raises(InvalidStatus) as caught:

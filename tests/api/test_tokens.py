@@ -6,10 +6,10 @@ import httpx
 from tests.support.governed import Known
 from tests.support.refusals import refused
 
-from carrel.server import Running
+from carrel.server import RunningServer
 
 
-async def test_made_listed_revoked(http: httpx.AsyncClient, server: Running) -> None:
+async def test_made_listed_revoked(http: httpx.AsyncClient, server: RunningServer) -> None:
     end = datetime.now(UTC) + timedelta(days=30)
     wanted = {"name": "coder", "kind": "agent", "scopes": ["operate"], "namespace": "team"}
     answer = await http.post("/v1/tokens", json={**wanted, "expires_at": end.isoformat()})

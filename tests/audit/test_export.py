@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import zstandard
 
-from carrel.audit import AuditLog, Ending, Entry, SigningKey, chain_of, verify
+from carrel.audit import AuditEntry, AuditLog, Ending, SigningKey, chain_of, verify
 from carrel.errors import Conflict
 from carrel.store.audit import AuditStore
 
-ENTRY = Entry(chain_of("c"), "agent:a", "shell", "run_command", arguments={"command": "echo ü"})
+ENTRY = AuditEntry(chain_of("c"), "agent:a", "shell", "run_command", arguments={"command": "echo ü"})
 
 
 async def test_lines_in_their_order(store: AuditStore, key: SigningKey) -> None:

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.audit import SigningKey
-from carrel.audit.keys import Head
+from carrel.audit.keys import SignedHead
 
 
 def test_nothing_of_a_head_can_be_changed(key: SigningKey, tmp_path: Path) -> None:
-    head = Head.signed(key, "context:c", 1000, "ab" * 32, 1000, 1.23456789)
+    head = SignedHead.signed(key, "context:c", 1000, "ab" * 32, 1000, 1.23456789)
     assert head.genuine() and head.at == 1.234568 and head.key == key.public
-    other = Head.signed(SigningKey.load(str(tmp_path)), *head[:5])
+    other = SignedHead.signed(SigningKey.load(str(tmp_path)), *head[:5])
     changes: list[dict[str, object]] = [
         {"chain": "context:d"},
         {"seq": 1001},
@@ -31,7 +31,7 @@ def test_nothing_of_a_head_can_be_changed(key: SigningKey, tmp_path: Path) -> No
 
 @given(st.text(max_size=50), st.integers(0, 2**62), st.floats(0, 1e11))
 def test_any_head_is_genuine(chain: str, seq: int, at: float) -> None:
-    assert Head.signed(_key(), chain, seq, "00" * 32, seq, at).genuine()
+    assert SignedHead.signed(_key(), chain, seq, "00" * 32, seq, at).genuine()
 
 
 def _key() -> SigningKey:

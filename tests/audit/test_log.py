@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from carrel.audit import AuditLog, Ending, Entry, Filter, SigningKey, Verification, chain_of, server_chain, verify
+from carrel.audit import AuditEntry, AuditLog, Ending, Filter, SigningKey, Verification, chain_of, server_chain, verify
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.store import Database
 from carrel.store.audit import AuditStore
 
 CHAIN = chain_of("c")
-ENTRY = Entry(CHAIN, "agent:a", "shell", "run_command", arguments={"command": "ls"})
+ENTRY = AuditEntry(CHAIN, "agent:a", "shell", "run_command", arguments={"command": "ls"})
 
 
 @asynccontextmanager

@@ -1,22 +1,22 @@
 from __future__ import annotations
 
-from carrel.audit import Ending, Entry, SigningKey
-from carrel.audit.plan import Chain, Hold, Item, Plan
+from carrel.audit import AuditEntry, Ending, SigningKey
+from carrel.audit.plan import ChainEnd, Hold, Item, TransactionPlan
 from carrel.audit.records import genesis
 
-ENTRY = Entry("context:c", "a", "shell", "run")
+ENTRY = AuditEntry("context:c", "a", "shell", "run")
 
 
 def plan(
     key: SigningKey,
     items: list[Item],
     *,
-    chains: dict[str, Chain] | None = None,
+    chains: dict[str, ChainEnd] | None = None,
     opened: dict[str, set[int]] | None = None,
     seal: tuple[str, ...] = (),
     taken: dict[str, frozenset[str]] | None = None,
-) -> Plan:
-    return Plan(key, "n", chains or {}, opened or {}, items, seal, taken or {}, 3, 100.0)
+) -> TransactionPlan:
+    return TransactionPlan(key, "n", chains or {}, opened or {}, items, seal, taken or {}, 3, 100.0)
 
 
 def begin(ticket: object) -> Item:
@@ -45,7 +45,7 @@ def test_an_end_finds_its_begin_in_the_same_transaction(key: SigningKey) -> None
 
 
 def test_a_head_when_there_are_enough_records(key: SigningKey) -> None:
-    chains = {"context:c": Chain(4, b"h" * 32, 2, held=True)}
+    chains = {"context:c": ChainEnd(4, b"h" * 32, 2, held=True)}
     rows, heads, holds = plan(key, [Item("whole", ENTRY, Ending(), 1.0)], chains=chains).build({})
     assert [(head.seq, head.records, head.hash) for head in heads] == [(5, 3, rows[0].hash.hex())]
     assert heads[0].genuine() and holds == [Hold("context:c", "n", 6, True)]
@@ -53,17 +53,17 @@ def test_a_head_when_there_are_enough_records(key: SigningKey) -> None:
 
 
 def test_between_heads_nothing_but_records_is_written(key: SigningKey) -> None:
-    chains = {"context:c": Chain(3, b"h" * 32, 2, held=True)}
+    chains = {"context:c": ChainEnd(3, b"h" * 32, 2, held=True)}
     rows, heads, holds = plan(key, [begin(object())], chains=chains).build({})
     assert (len(rows), heads, holds) == (1, [], [])
 
 
 def test_a_chain_with_open_operations_is_not_clean(key: SigningKey) -> None:
-    chains = {"context:c": Chain(9, b"h" * 32, 7, held=True)}
+    chains = {"context:c": ChainEnd(9, b"h" * 32, 7, held=True)}
     _, heads, holds = plan(key, [], chains=chains, opened={"context:c": {4, 8}}, seal=("context:c",)).build({})
     assert heads[0].seq == 9 and holds == [Hold("context:c", "n", 4, False)]
     end = Item("end", ENTRY, Ending(), 1.0, ref=4)
-    work = plan(key, [end], chains={"context:c": Chain(9, b"h" * 32, 9, held=True)}, opened={"context:c": {4, 8}})
+    work = plan(key, [end], chains={"context:c": ChainEnd(9, b"h" * 32, 9, held=True)}, opened={"context:c": {4, 8}})
     work.build({})
     assert work.still("context:c") == {8}
 

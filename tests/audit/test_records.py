@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from carrel.audit.records import (
     MAX_ARGUMENTS,
+    AuditEntry,
     Ending,
-    Entry,
     arguments_hash,
     chain_of,
     context_of,
@@ -26,7 +26,7 @@ VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXT, inner, max_size=4), max_leaves=8
 )
 ARGUMENTS = st.dictionaries(TEXT, VALUES, max_size=5)
-BASE = Entry("context:c", "agent:a", "shell", "run_command", arguments={"command": "ls"}, arguments_hash="ab")
+BASE = AuditEntry("context:c", "agent:a", "shell", "run_command", arguments={"command": "ls"}, arguments_hash="ab")
 
 
 def test_no_name_reaches_anothers_chain() -> None:

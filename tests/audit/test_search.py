@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from carrel.audit import AuditLog, Ending, Entry, Filter, SigningKey, chain_of, server_chain
+from carrel.audit import AuditEntry, AuditLog, Ending, Filter, SigningKey, chain_of, server_chain
 from carrel.audit.search import search
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.models import AuditRecord
@@ -24,7 +24,7 @@ async def filled(store: AuditStore, key: SigningKey, count: int = 120) -> tuple[
     log = AuditLog(store, key, "n", clock=lambda: float(next(clock)), flush_s=3600, head_records=50)
     await log.open()
     for number in range(count):
-        entry = Entry(
+        entry = AuditEntry(
             chain_of(f"c{number % 3}"),
             rng.choice(["agent:a", "agent:b", "person:p"]),
             rng.choice(["shell", "file", "mcp"]),
@@ -97,12 +97,12 @@ async def test_every_filter_and_every_two(store: AuditStore, key: SigningKey, mo
 async def test_both_halves_are_shown_as_one(store: AuditStore, key: SigningKey) -> None:
     log = AuditLog(store, key, "n")
     await log.open()
-    ticket = await log.begin(Entry(chain_of("c"), "agent:a", "shell", "run_command", rule="shell(ls)", source="s",
+    ticket = await log.begin(AuditEntry(chain_of("c"), "agent:a", "shell", "run_command", rule="shell(ls)", source="s",
                                    arguments={"command": "ls"}, arguments_hash="ab", approval="apr-1", request="r1"))  # fmt: skip
     [running] = (await log.search(Filter())).items
     assert (running.result, running.context_id, running.node, running.seq) == (None, "c", "n", 1)
     ticket.end(Ending("timeout", 3.5, 10, 20, "too slow"))
-    log.record(Entry(server_chain("n"), "person:p", "session", "create_token"), Ending())
+    log.record(AuditEntry(server_chain("n"), "person:p", "session", "create_token"), Ending())
     await log.flush()
     for wanted in (Filter(name="run_command"), Filter(result="timeout"), Filter(text="LS", result="timeout")):
         [done] = (await log.search(wanted)).items

@@ -12,9 +12,9 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from carrel.audit import Ending, Entry, SigningKey, Verification, verify
+from carrel.audit import AuditEntry, Ending, SigningKey, Verification, verify
 from carrel.audit.export import end_message, head_line, line
-from carrel.audit.keys import Head
+from carrel.audit.keys import SignedHead
 from carrel.audit.records import genesis, link, row
 
 KEY = SigningKey(Ed25519PrivateKey.from_private_bytes(b"k" * 32))
@@ -28,12 +28,12 @@ def chain(
     """The lines of a chain, a head every few records and at its end."""
     hashed = before or genesis(name)
     lines, last = [], first - 1
-    anchor = [] if before is None else [head_line(Head.signed(KEY, name, last, hashed.hex(), 1, 1.0))]
+    anchor = [] if before is None else [head_line(SignedHead.signed(KEY, name, last, hashed.hex(), 1, 1.0))]
     for seq in range(first, first + records):
         kind = ("begin", "end", "whole")[seq % 3]
         made = row(
             kind,  # type: ignore[arg-type]
-            Entry(name, "agent:ä", "shell", "run", arguments={"command": f"echo {seq} …"}),
+            AuditEntry(name, "agent:ä", "shell", "run", arguments={"command": f"echo {seq} …"}),
             None if kind == "begin" else Ending(),
             seq=seq,
             at=100.0 + seq,
@@ -44,7 +44,7 @@ def chain(
         hashed = made.hash
         lines.append(b'{"hash":"%s","record":%s}\n' % (hashed.hex().encode(), made.body.encode()))
         if seq % every == 0 or seq == first + records - 1:
-            lines.append(head_line(Head.signed(KEY, name, seq, hashed.hex(), seq - last, 1.0)))
+            lines.append(head_line(SignedHead.signed(KEY, name, seq, hashed.hex(), seq - last, 1.0)))
             last = seq
     start = line({"chain": name, "start": first - 1, "seq": first + records - 1, "hash": hashed.hex()})
     return [start, *anchor, *lines]
@@ -175,7 +175,7 @@ def test_a_chain_that_was_forged_whole_has_no_head_of_ours() -> None:
     assert not check(sealed(forged, OTHER), keys=[KEY.public]).ok
     assert OTHER.public in check(sealed(forged, OTHER)).keys
     head = json.loads(A[-1])["head"]
-    mine = head_line(Head.signed(OTHER, head["chain"], head["seq"], head["hash"], head["records"], head["at"]))
+    mine = head_line(SignedHead.signed(OTHER, head["chain"], head["seq"], head["hash"], head["records"], head["at"]))
     assert "not trusted" in str(check(sealed([*A[:-1], mine]), keys=[KEY.public]).broken)
     assert check(sealed([*A[:-1], mine])).ok, "without a key to compare with, it is only told"
 

@@ -13,7 +13,7 @@ import pytest
 import typer
 from tests.support.audit_routes import Auditing, auditing
 
-from carrel.audit import AuditLog, Ending, Entry, chain_of
+from carrel.audit import AuditEntry, AuditLog, Ending, chain_of
 from carrel.cli.audit import _moment
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
@@ -21,12 +21,13 @@ Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
 async def fill(log: AuditLog) -> None:
     for number in range(30):
-        entry = Entry(
+        entry = AuditEntry(
             chain_of("c1"), "agent:a", "shell", "run_command", arguments={"command": f"echo {number}\x1b[31m"}
         )
         (await log.begin(entry)).end(Ending("ok", 1.5))
     log.record(
-        Entry(chain_of("c2"), "agent:b", "file", "read", "deny", arguments={"path": "/x"}), Ending("denied_by_policy")
+        AuditEntry(chain_of("c2"), "agent:b", "file", "read", "deny", arguments={"path": "/x"}),
+        Ending("denied_by_policy"),
     )
 
 
@@ -75,7 +76,7 @@ def test_following(server: Auditing, tmp_path: Path) -> None:
         tickets = []
 
         async def begin(log: AuditLog) -> None:
-            tickets.append(await log.begin(Entry(chain_of("c3"), "agent:a", "shell", "slow")))
+            tickets.append(await log.begin(AuditEntry(chain_of("c3"), "agent:a", "shell", "slow")))
 
         async def end(log: AuditLog) -> None:
             tickets[0].end()

@@ -8,24 +8,27 @@ from pathlib import Path
 import pytest
 from tests.support.audit_routes import Auditing, auditing
 
-from carrel.audit import AuditLog, Ending, Entry, chain_of
+from carrel.audit import AuditEntry, AuditLog, Ending, chain_of
 from carrel.cli.egress import _COLUMNS
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
 
 async def fill(log: AuditLog) -> None:
-    log.record(Entry(chain_of("c"), "agent:a", "shell", "run_command", arguments={"command": "x"}), Ending())
+    log.record(AuditEntry(chain_of("c"), "agent:a", "shell", "run_command", arguments={"command": "x"}), Ending())
     reached = {"host": "a.example", "port": 443, "protocol": "connect", "address": "192.0.2.7"}
     log.record(
-        Entry(chain_of("c"), "sandbox:s", "network", "connect", rule="network(outbound:a.example)", arguments=reached),
+        AuditEntry(
+            chain_of("c"), "sandbox:s", "network", "connect", rule="network(outbound:a.example)", arguments=reached
+        ),
         Ending("ok", 12.0, bytes_in=5_000_000, bytes_out=700),
     )
     refused = {"host": "b\x1b[31m.example", "port": 80, "protocol": "http", "method": "GET", "path": "/x"}
     log.record(
-        Entry(chain_of("d"), "sandbox:t", "network", "request", "deny", arguments=refused), Ending("denied_by_policy")
+        AuditEntry(chain_of("d"), "sandbox:t", "network", "request", "deny", arguments=refused),
+        Ending("denied_by_policy"),
     )
-    await log.begin(Entry(chain_of("d"), "sandbox:t", "network", "connect", arguments=reached))
+    await log.begin(AuditEntry(chain_of("d"), "sandbox:t", "network", "connect", arguments=reached))
 
 
 @pytest.fixture

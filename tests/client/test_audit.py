@@ -9,7 +9,7 @@ import pytest
 from tests.support.audit_routes import Auditing, auditing
 
 from carrel import AsyncClient, Client
-from carrel.audit import AuditLog, Ending, Entry, chain_of, verify
+from carrel.audit import AuditEntry, AuditLog, Ending, chain_of, verify
 
 
 @pytest.fixture
@@ -20,11 +20,11 @@ def server(tmp_path: Path) -> Iterator[Auditing]:
 
 async def fill(log: AuditLog) -> None:
     for number in range(450):
-        entry = Entry(
+        entry = AuditEntry(
             chain_of(f"c{number % 2}"), "agent:a", "shell", "run_command", arguments={"command": f"echo {number}"}
         )
         (await log.begin(entry)).end(Ending("ok" if number % 10 else "timeout"))
-    log.record(Entry(chain_of("c0"), "agent:b", "file", "read", "deny", arguments={"path": "ü"}), Ending("denied"))
+    log.record(AuditEntry(chain_of("c0"), "agent:b", "file", "read", "deny", arguments={"path": "ü"}), Ending("denied"))
 
 
 def test_search_export_and_key(server: Auditing) -> None:

@@ -16,7 +16,7 @@ from carrel.control.governance.policies import Policies
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.operations import Operations
 from carrel.control.plane import ControlPlane
-from carrel.control.secrets.service import Secrets
+from carrel.control.secrets.service import SecretService
 from carrel.control.sessions.attachments import Attachment, Attachments
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.sessions.starting import Starting
@@ -62,7 +62,8 @@ def test_control_plane_has_every_attachment(plane: ControlPlane) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [Admission, Approvals, ApprovalDecisions, Attachments, Operations, Policies, Secrets, Sessions, Starting]
+    "part",
+    [Admission, Approvals, ApprovalDecisions, Attachments, Operations, Policies, SecretService, Sessions, Starting],
 )
 def test_no_part_of_admission_or_sessions_has_a_default(part: type) -> None:
     """What enforces something cannot be forgotten: every object that a constructor takes must be given."""

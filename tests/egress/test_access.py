@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 
-from carrel.egress.access import Refused, Target
+from carrel.egress.access import AccessRefused, Target
 from carrel.policy.verdict import Verdict
 
 
@@ -13,7 +13,7 @@ def test_a_target_is_shown_as_people_write_it() -> None:
 
 def test_a_refusal_has_the_shape_of_every_refusal() -> None:
     said = Verdict("deny", "a.example is denied", "network(outbound:a.example)", "settings.json", "ask", "apr-1")
-    assert Refused(said).as_dict() == {
+    assert AccessRefused(said).as_dict() == {
         "code": "denied_by_policy",
         "operation": "network",
         "rule": "network(outbound:a.example)",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.access import Access, Refused, Target
+from carrel.egress.access import Access, AccessRefused, Target
 from carrel.egress.access_log import BATCH, AccessLog, Item, item_of, read
 from carrel.policy.verdict import Verdict
 from carrel.primitives.channel import MAX_MESSAGE
@@ -153,7 +153,7 @@ async def test_acknowledgement_for_a_killed_proxy_does_not_count_for_its_success
 
 async def test_nothing_goes_out_unrecorded(journal: str) -> None:
     log = AccessLog(journal, most=2 * BATCH)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(AccessRefused) as refused:
         for _ in range(2 * BATCH + 1):
             log.opened(access())
     assert refused.value.status == 503
@@ -170,7 +170,7 @@ async def test_accesses_that_were_sent_and_not_written_count_one_by_one(journal:
     """A control plane whose database is slow takes everything and acknowledges nothing."""
     log, taken = AccessLog(journal, most=2 * BATCH), Taken()
     log.connect(taken)
-    with pytest.raises(Refused):
+    with pytest.raises(AccessRefused):
         for _ in range(2 * BATCH + 1):
             log.opened(access())
             log.flush()
@@ -185,7 +185,7 @@ async def test_accesses_that_were_sent_and_not_written_count_one_by_one(journal:
 async def test_access_that_cannot_be_put_into_the_journal_does_not_go_out(journal: str) -> None:
     log = AccessLog(journal)
     log.close()
-    with pytest.raises(Refused):
+    with pytest.raises(AccessRefused):
         log.opened(access())
 
 

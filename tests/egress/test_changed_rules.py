@@ -26,7 +26,7 @@ from tests.support.inspected import (
 from tests.support.wayout import OPEN, PATIENCE_S, Person, hello, plan, server, wayout
 
 from carrel.egress.http.authority import bundle
-from carrel.egress.plan import Injected, Plan
+from carrel.egress.plan import EgressPlan, Injected
 from carrel.policy.documents import settings, sources
 from carrel.policy.rules.layers import Layer
 from carrel.policy.verdict import Verdict
@@ -34,16 +34,16 @@ from carrel.policy.verdict import Verdict
 CREDITED = {"credentials": [{"host": "api.test", "secret": "API_KEY"}]}
 
 
-def given(site: Site, injected: tuple[Injected, ...] = (), **web: object) -> Plan:
+def given(site: Site, injected: tuple[Injected, ...] = (), **web: object) -> EgressPlan:
     """A plan that allows the site, and looks into its TLS only where `web` says so."""
     allowed = settings.load('{"permissions": {"allow": ["network(outbound:127.0.0.2)"]}}')
     told = {"allowed_domains": ["api.test"], "allowed_ports": [site.port], **web}
     layer = Layer("settings.json", allowed, sources.load(json.dumps({"web_access": told})))
-    return Plan("s1", "c1", (layer,), injected, authority=OWN)
+    return EgressPlan("s1", "c1", (layer,), injected, authority=OWN)
 
 
 @asynccontextmanager
-async def trusting_both(first: Plan) -> AsyncIterator[Proxy]:
+async def trusting_both(first: EgressPlan) -> AsyncIterator[Proxy]:
     """A way out whose clients trust the site as well as who looks into its TLS."""
     async with way_out(first) as proxy:
         with trust(bundle(OWN, PUBLIC.certificate)) as proxy.roots:

@@ -12,10 +12,10 @@ import pytest
 from tests.support import loops
 
 from carrel.egress import copying
-from carrel.egress.access import Access, Refused
+from carrel.egress.access import Access, AccessRefused
 from carrel.egress.copying import copy, tunnel
 from carrel.egress.outbound.budget import Budget, Meter
-from carrel.egress.outbound.rules import Limits
+from carrel.egress.outbound.rules import EgressLimits
 from carrel.egress.sockets import Ended
 
 Pair = tuple[socket.socket, socket.socket]
@@ -32,13 +32,13 @@ def connected() -> Pair:
 
 @asynccontextmanager
 async def between(
-    limits: Limits | None = None, idle_s: float = 60
+    limits: EgressLimits | None = None, idle_s: float = 60
 ) -> AsyncIterator[tuple[Pair, asyncio.Task[None], Access]]:
     """The far ends of a tunnel that runs: the client's and the server's."""
     client, client_end = connected()
     upstream, server_end = connected()
     access = Access("s1", "connect")
-    meter = Meter(access, Budget(limits or Limits()))
+    meter = Meter(access, Budget(limits or EgressLimits()))
     task = asyncio.ensure_future(tunnel(client, upstream, meter.sent, meter.received, idle_s=idle_s))
     with client, client_end, upstream, server_end:
         yield (client_end, server_end), task, access
@@ -133,11 +133,11 @@ async def test_what_moves_is_not_idle() -> None:
 @loops.each
 async def test_a_limit_cuts_it_before_more_goes_on() -> None:
     loop = asyncio.get_running_loop()
-    async with between(Limits(download_bytes=1000)) as ((client, server), task, _), asyncio.timeout(30):
+    async with between(EgressLimits(download_bytes=1000)) as ((client, server), task, _), asyncio.timeout(30):
         await loop.sock_sendall(server, b"x" * 1000)
         assert len(await loop.sock_recv(client, 2000)) == 1000
         await loop.sock_sendall(server, b"x")
-        with pytest.raises(Refused, match="received"):
+        with pytest.raises(AccessRefused, match="received"):
             await task
 
 

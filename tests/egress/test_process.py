@@ -17,7 +17,7 @@ from tests.support.outside import Origin, serving
 from tests.support.sandboxes import until
 
 from carrel.egress.launch import certificates
-from carrel.egress.plan import VERSION, Plan
+from carrel.egress.plan import VERSION, EgressPlan
 from carrel.policy.documents import settings
 from carrel.policy.rules.layers import Layer
 from carrel.primitives.channel import Channel, Message
@@ -77,14 +77,14 @@ async def control(tmp_path: Path) -> AsyncIterator[Control]:
         process.wait()
 
 
-def plan(name: str, *allowed: str) -> Plan:
+def plan(name: str, *allowed: str) -> EgressPlan:
     rules = ", ".join(f'"{each}"' for each in allowed)
     given = settings.load(f'{{"permissions": {{"allow": [{rules}]}}}}')
-    return Plan(name, None, (Layer("settings.json", given),))
+    return EgressPlan(name, None, (Layer("settings.json", given),))
 
 
 @asynccontextmanager
-async def attached(control: Control, given: Plan) -> AsyncIterator[httpx.AsyncClient]:
+async def attached(control: Control, given: EgressPlan) -> AsyncIterator[httpx.AsyncClient]:
     """A sandbox's way out: a socket on loopback stands for the one in its namespace."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -17,7 +17,7 @@ from tests.support.egress_ground import Carrel, Outside, ground, outbound, run
 from tests.support.indexes import IndexServer, wheel
 
 from carrel.client import Sandbox
-from carrel.egress.index.front import Answer
+from carrel.egress.index.front import IndexAnswer
 from carrel.errors import Denied
 
 LARGE = 2 * 1024 * 1024
@@ -26,7 +26,7 @@ LARGE = 2 * 1024 * 1024
 class Index(IndexServer):
     """An index that keeps no connection open."""
 
-    async def answer(self, method: str, target: str, headers: Mapping[str, str]) -> Answer:
+    async def answer(self, method: str, target: str, headers: Mapping[str, str]) -> IndexAnswer:
         answer = await super().answer(method, target, headers)
         answer.headers.append(("connection", "close"))
         return answer

@@ -15,7 +15,7 @@ from tests.support.environments_ground import sources
 from tests.support.indexes import IndexServer, wheel
 
 from carrel.client import Sandbox
-from carrel.egress.index.front import Answer
+from carrel.egress.index.front import IndexAnswer
 from carrel.errors import CarrelError
 from carrel.models import State
 
@@ -27,7 +27,7 @@ class Index(IndexServer):
 
     held: asyncio.Event | None = None
 
-    async def answer(self, method: str, target: str, headers: Mapping[str, str]) -> Answer:
+    async def answer(self, method: str, target: str, headers: Mapping[str, str]) -> IndexAnswer:
         if self.held is not None and target.endswith(SLOW):
             self.asked.append(target)
             await self.held.wait()

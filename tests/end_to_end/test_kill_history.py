@@ -9,7 +9,7 @@ from tests.support.kill_model import CONTESTED, Context
 
 from carrel.models import SyncDirection
 from carrel.store import FilespaceEntry
-from carrel.workspaces.filespace import UNSURE, Base, LocalFile, Row, plan
+from carrel.workspaces.filespace import UNSURE, Base, BaseRow, LocalFile, plan
 from carrel.workspaces.filespace import Content as Synced
 
 CONTENTS = st.sampled_from([None, b"aa", b"bb", b"cc"])
@@ -29,7 +29,7 @@ def planned(sides: Sides, direction: SyncDirection) -> tuple[Content, Content]:
     base, here, there, gone, _ = sides
     known = Base(cursor=5, merged=True)
     if base is not None:
-        known.rows["f"] = Row(5, named(base), 2, UNSURE, True)
+        known.rows["f"] = BaseRow(5, named(base), 2, UNSURE, True)
     local = {} if here is None else {"f": LocalFile(named(here), UNSURE, UNSURE)}
     shown = named(gone if there is None else there)
     entry = FilespaceEntry("c", "f", shown.hash, 2, shown.mode, 0.0, there is None, 6)

@@ -27,13 +27,13 @@ from carrel.audit.records import chain_of
 from carrel.audit.search import Filter
 from carrel.client import AsyncClient, AsyncSandbox
 from carrel.config import load
-from carrel.server import Running, running
+from carrel.server import RunningServer, running
 
 CONTEXTS, CALLS = 50, 8
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[Running]:
+async def server() -> AsyncIterator[RunningServer]:
     path = tempfile.mkdtemp(prefix="carrel-t-")
     flags = {"data_dir": path, "port": 0, "volumes": "directory", "max_sandboxes": 2 * CONTEXTS}
     async with running(load(flags, environ={})) as server:
@@ -42,13 +42,13 @@ async def server() -> AsyncIterator[Running]:
 
 
 @pytest.fixture
-async def client(server: Running) -> AsyncIterator[AsyncClient]:
+async def client(server: RunningServer) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(server.url, server.token, timeout=120) as client:
         yield client
 
 
 @asynccontextmanager
-async def outside(server: Running, box: AsyncSandbox, name: str) -> AsyncIterator[Client]:
+async def outside(server: RunningServer, box: AsyncSandbox, name: str) -> AsyncIterator[Client]:
     """The official client at the URL of a server."""
     headers = {"authorization": f"Bearer {server.token}"}
     async with (
@@ -58,7 +58,7 @@ async def outside(server: Running, box: AsyncSandbox, name: str) -> AsyncIterato
         yield client
 
 
-async def test_a_published_server_from_pythons_index(server: Running, client: AsyncClient) -> None:
+async def test_a_published_server_from_pythons_index(server: RunningServer, client: AsyncClient) -> None:
     box = await client.sandbox("clock")
     info = await box.mcp.add("time", ["mcp-server-time"], requirements=["mcp-server-time"])
     assert info.discovery_error is None and info.environment is not None
@@ -74,7 +74,7 @@ async def test_a_published_server_from_pythons_index(server: Running, client: As
         assert not answer.is_error and "UTC" in answer.content[0].text  # type: ignore[union-attr]
 
 
-async def test_a_published_server_from_npm(server: Running, client: AsyncClient) -> None:
+async def test_a_published_server_from_npm(server: RunningServer, client: AsyncClient) -> None:
     if shutil.which("npm") is None:
         pytest.skip("this host has no npm")
     asked = subprocess.run(["npm", "config", "get", "registry"], capture_output=True, text=True, check=True)
@@ -111,7 +111,7 @@ async def test_a_published_server_from_npm(server: Running, client: AsyncClient)
     assert (await box.mcp.call("everything", "echo", message="again")).text == "Echo: again"
 
 
-async def test_many_contexts_at_once(server: Running, client: AsyncClient) -> None:
+async def test_many_contexts_at_once(server: RunningServer, client: AsyncClient) -> None:
     """No answer goes to another context or comes from another server, and every call is written down once."""
     gate = asyncio.Semaphore(8)
 
@@ -150,7 +150,7 @@ async def test_many_contexts_at_once(server: Running, client: AsyncClient) -> No
         assert {each.result for each in page.items} == {"ok"}
 
 
-async def test_the_example_runs(server: Running) -> None:
+async def test_the_example_runs(server: RunningServer) -> None:
     example = Path(__file__).parents[2] / "examples" / "host_an_mcp_server.py"
     environment = {**os.environ, "CARREL_URL": server.url, "CARREL_TOKEN": server.token or ""}
     run = await asyncio.create_subprocess_exec(

@@ -22,13 +22,13 @@ def test_places_are_those_of_the_root() -> None:
     made = {step.target: step for step in plan}
     for name in launchers.TEXTS:
         step = made[f"{launchers.PLACE}/{name}"]
-        assert isinstance(step, rootfs.Text) and step.mode == 0o755
+        assert isinstance(step, rootfs.TextFile) and step.mode == 0o755
     for path in (rootfs.UV, rootfs.PIP, launchers.VENV, rootfs.ENVIRONMENTS):
         assert path == launchers.VENV or path in made
-    assert isinstance(made[launchers.MAIN_PLACE], rootfs.Text)
+    assert isinstance(made[launchers.MAIN_PLACE], rootfs.TextFile)
     compile(launchers.MAIN, launchers.MAIN_PLACE, "exec")
     shared = f"{launchers.SHARED_PIP_PLACE}/pip/__main__.py"
-    assert isinstance(made[shared], rootfs.Text)
+    assert isinstance(made[shared], rootfs.TextFile)
     compile(launchers.SHARED_PIP, shared, "exec")
     for text in launchers.TEXTS.values():
         assert rootfs.UV in text or launchers.PLACE in text or launchers.VENV in text

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from carrel.isolation import probe
-from carrel.isolation.probe import BRIDGE, Finding, Host, host
+from carrel.isolation.probe import BRIDGE, Finding, HostFindings, host
 
 
 def test_the_probe_prints_json_and_leaves_nothing() -> None:
@@ -26,14 +26,14 @@ def test_the_host_is_examined_once() -> None:
 def test_only_what_is_missing_stands_in_the_way() -> None:
     fine, less = Finding("a", "ok", "works", "why"), Finding("b", "degraded", "little", "why")
     lacking = Finding("c", "missing", "EPERM", "why", "do this")
-    assert Host((fine, less), ()).missing is None
-    assert Host((fine, less, lacking), ()).missing == "this host lacks c (EPERM); run `carrel doctor`"
+    assert HostFindings((fine, less), ()).missing is None
+    assert HostFindings((fine, less, lacking), ()).missing == "this host lacks c (EPERM); run `carrel doctor`"
 
 
 def test_a_bridge_needs_its_finding() -> None:
-    assert not Host((), ()).bridges
-    assert not Host((Finding(BRIDGE, "degraded", "no slirp4netns", "why", "do this"),), ()).bridges
-    assert Host((Finding(BRIDGE, "ok", "slirp4netns", "why"),), ()).bridges
+    assert not HostFindings((), ()).bridges
+    assert not HostFindings((Finding(BRIDGE, "degraded", "no slirp4netns", "why", "do this"),), ()).bridges
+    assert HostFindings((Finding(BRIDGE, "ok", "slirp4netns", "why"),), ()).bridges
     found = next(finding for finding in host().findings if finding.name == BRIDGE)
     assert (found.remedy is None) is host().bridges
 

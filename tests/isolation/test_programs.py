@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.isolation import programs
-from carrel.isolation.programs import Catalogue, is_called, is_unchanged
+from carrel.isolation.programs import ProgramCatalogue, is_called, is_unchanged
 
 
 @pytest.fixture
@@ -75,32 +75,32 @@ def root(tmp_path: Path) -> Path:
     ],
 )
 def test_where_a_program_is_masked(root: Path, program: str, paths: list[str]) -> None:
-    assert Catalogue(str(root)).find(program) == paths
+    assert ProgramCatalogue(str(root)).find(program) == paths
 
 
 def test_a_link_to_itself_ends(root: Path) -> None:
-    assert Catalogue(str(root)).find("loop") == ["/usr/bin/loop"]
+    assert ProgramCatalogue(str(root)).find("loop") == ["/usr/bin/loop"]
 
 
 def test_an_empty_root_has_no_programs(tmp_path: Path) -> None:
-    catalogue = Catalogue(str(tmp_path))
+    catalogue = ProgramCatalogue(str(tmp_path))
     assert (catalogue.directories, catalogue.find("sh")) == ((), [])
 
 
 def test_directories_that_are_one_are_looked_into_once(root: Path) -> None:
-    assert Catalogue(str(root)).directories == ("/usr/local/bin", "/usr/sbin", "/usr/bin")
+    assert ProgramCatalogue(str(root)).directories == ("/usr/local/bin", "/usr/sbin", "/usr/bin")
 
 
 def test_every_program_of_this_host_is_masked_at_its_own_name() -> None:
-    catalogue = Catalogue()
+    catalogue = ProgramCatalogue()
     for directory in catalogue.directories:
         for name in os.listdir(directory):
             assert os.path.isdir(f"{directory}/{name}") or f"{directory}/{name}" in catalogue.find(name)
 
 
-def old(root: Path) -> Catalogue:
+def old(root: Path) -> ProgramCatalogue:
     """A catalogue of a root in which nothing has just changed."""
-    catalogue = Catalogue(str(root))
+    catalogue = ProgramCatalogue(str(root))
     catalogue.find("nc")
     catalogue.find("tool")
     catalogue.find("/opt/later/x")

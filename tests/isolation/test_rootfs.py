@@ -14,14 +14,14 @@ from carrel.isolation.rootfs import (
     Bind,
     Copy,
     Device,
-    Directory,
+    EmptyDirectory,
     Override,
     Proc,
     Symlink,
     Terminals,
-    Text,
+    TextFile,
     Tmpfs,
-    Workspace,
+    WorkspaceMount,
 )
 
 
@@ -30,7 +30,7 @@ def test_the_private_plan() -> None:
         Tmpfs("/dev/shm", "32m", 4096, 0o1777, executable=False),
         Tmpfs("/tmp", "128m", 65536, 0o1777),
         Tmpfs("/home/agent", "128m", 65536, 0o755),
-        Workspace("/workspace"),
+        WorkspaceMount("/workspace"),
     )
     assert rootfs.private_plan(512, "nameserver 192.0.2.1\n") == (
         *rootfs.private_plan(512),
@@ -58,11 +58,11 @@ def test_the_base_plan_of_a_merged_host() -> None:
         Bind("/host/lib64", "/lib64"),
     ]
     assert Symlink("/bin", "usr/bin") in plan
-    assert plan.index(Directory("/lib64")) < plan.index(Bind("/host/lib64", "/lib64"))
+    assert plan.index(EmptyDirectory("/lib64")) < plan.index(Bind("/host/lib64", "/lib64"))
     assert {step.target for step in plan if isinstance(step, Device)} == {
         f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty")
     }
-    assert Text("/etc/resolv.conf", "") in plan
+    assert TextFile("/etc/resolv.conf", "") in plan
     copied = {step.source for step in plan if isinstance(step, Copy)}
     assert all(source.startswith("/host/etc/") for source in copied)
     assert not copied & {f"/host/etc/{name}" for name in ("passwd", "shadow", "hosts", "resolv.conf", "ssh", "sudoers")}
@@ -75,7 +75,7 @@ def test_a_plan_makes_each_thing_once_and_parents_first() -> None:
     made = {"/"}
     for step in plan:
         assert os.path.dirname(step.target) in made, step
-        if isinstance(step, Directory):
+        if isinstance(step, EmptyDirectory):
             made.add(step.target)
 
 
@@ -105,8 +105,8 @@ def test_only_what_everybody_may_read_is_copied(tmp_path: Path) -> None:
         (
             Copy(str(source / "open"), "/copy"),
             Copy(str(source / "missing"), "/none"),
-            Text("/t", "é"),
-            Directory("/d", 0o700),
+            TextFile("/t", "é"),
+            EmptyDirectory("/d", 0o700),
         ),
         str(root),
     )
@@ -120,7 +120,7 @@ def test_only_what_everybody_may_read_is_copied(tmp_path: Path) -> None:
 
 def test_the_first_step_that_fails_is_raised(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        rootfs.apply_plan((Symlink("/missing/link", "x"), Text("/after", "")), str(tmp_path))
+        rootfs.apply_plan((Symlink("/missing/link", "x"), TextFile("/after", "")), str(tmp_path))
     assert os.listdir(tmp_path) == []
 
 
@@ -142,6 +142,6 @@ def test_configuration_of_packages_is_shown_and_nothing_secret(tmp_path: Path) -
         (etc / name).write_text(text)
     root.mkdir()
     plan = rootfs.base_plan({}, str(tmp_path / "host"))
-    rootfs.apply_plan([step for step in plan if isinstance(step, Directory | Copy)], str(root))
+    rootfs.apply_plan([step for step in plan if isinstance(step, EmptyDirectory | Copy)], str(root))
     found = {str(path.relative_to(root / "etc")) for path in (root / "etc").rglob("*") if path.is_file()}
     assert found == set(shown)

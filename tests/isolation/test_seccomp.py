@@ -23,7 +23,7 @@ from tests.support.children import in_child
 
 from carrel.errors import PlatformError, Unsupported
 from carrel.isolation import seccomp
-from carrel.isolation.seccomp import RET_ALLOW, Check, Decision, refuse
+from carrel.isolation.seccomp import RET_ALLOW, ArgumentSwitch, Decision, refuse
 from carrel.isolation.syscalls import TABLES
 
 ARCHES = sorted(TABLES)
@@ -75,7 +75,7 @@ def ask(arch: str, name: str, *args: int) -> int:
 
 def expected(decision: Decision, args: list[int]) -> int:
     """The policy read straight from its values, as the compiled program must read it."""
-    while isinstance(decision, Check):
+    while isinstance(decision, ArgumentSwitch):
         value = args[decision.argument] & decision.mask
         decision = next((then for case, then in decision.cases if case == value), decision.otherwise)
     return decision

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.errors import InvalidRequest
-from carrel.models.bundles import END, MOST_FILES, MOST_HEAD, Part, Unbundling
+from carrel.models.bundles import END, MOST_FILES, MOST_HEAD, BundlePart, Unbundling
 
 PATHS = st.text(st.characters(exclude_characters="\0"), min_size=1, max_size=30) | st.just("not\udcffutf8")
 FILES = st.lists(
@@ -20,12 +20,12 @@ FILES = st.lists(
 )
 
 
-def taken_apart(stream: bytes, cuts: list[int]) -> tuple[list[tuple[Part, bytes]], Unbundling]:
+def taken_apart(stream: bytes, cuts: list[int]) -> tuple[list[tuple[BundlePart, bytes]], Unbundling]:
     parser, found = Unbundling(), []
     edges = sorted({0, len(stream), *(cut % (len(stream) + 1) for cut in cuts)})
     for start, end in itertools.pairwise(edges):
         for item in parser.feed(stream[start:end]):
-            if isinstance(item, Part):
+            if isinstance(item, BundlePart):
                 found.append((item, b""))
             else:
                 part, content = found[-1]
@@ -35,7 +35,7 @@ def taken_apart(stream: bytes, cuts: list[int]) -> tuple[list[tuple[Part, bytes]
 
 @given(files=FILES, cuts=st.lists(st.integers(0, 5000), max_size=12))
 def test_what_goes_in_comes_out(files: list[tuple[str, str, bytes, int | None]], cuts: list[int]) -> None:
-    parts = [(Part(kind, len(data), path, mode), data) for kind, path, data, mode in files]  # type: ignore[arg-type]
+    parts = [(BundlePart(kind, len(data), path, mode), data) for kind, path, data, mode in files]  # type: ignore[arg-type]
     stream = b"".join(part.head() + data for part, data in parts) + END
     found, parser = taken_apart(stream, cuts)
     assert found == parts and parser.ended
@@ -44,7 +44,7 @@ def test_what_goes_in_comes_out(files: list[tuple[str, str, bytes, int | None]],
 
 @given(files=FILES, missing=st.integers(1, 100))
 def test_what_is_cut_off_is_noticed(files: list[tuple[str, str, bytes, int | None]], missing: int) -> None:
-    stream = b"".join(Part("file", len(data), path).head() + data for _, path, data, _ in files) + END
+    stream = b"".join(BundlePart("file", len(data), path).head() + data for _, path, data, _ in files) + END
     _, parser = taken_apart(stream[: max(0, len(stream) - missing)], [])
     with pytest.raises(InvalidRequest, match="in the middle"):
         parser.finish()
@@ -88,9 +88,9 @@ def test_bounds() -> None:
     with pytest.raises(InvalidRequest):
         list(Unbundling().feed(struct.pack(">I", MOST_HEAD + 1)))
     with pytest.raises(InvalidRequest):
-        Part("file", 1, "x" * MOST_HEAD).head()
+        BundlePart("file", 1, "x" * MOST_HEAD).head()
     with pytest.raises(InvalidRequest, match="bytes after"):
         list(Unbundling().feed(END + b"x"))
-    many = Part("file", 0, "x").head() * (MOST_FILES + 2)
+    many = BundlePart("file", 0, "x").head() * (MOST_FILES + 2)
     with pytest.raises(InvalidRequest, match="more than"):
         list(Unbundling().feed(many))

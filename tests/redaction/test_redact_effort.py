@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.control.governance.redaction import MOST_WAITING, OutputRedactor
-from carrel.control.supervisor.frames import Chunk
+from carrel.control.supervisor.frames import StreamChunk
 from carrel.redaction import redact
 from carrel.redaction.redact import BLOCK, LOOKS, SPARSE, Redactor
 
@@ -104,7 +104,7 @@ def test_what_was_looked_at_and_parts_of_words_cost_nothing(line: bytes, many: i
 
 def test_a_stream_that_is_settled_has_no_effort_anew() -> None:
     cleaned = OutputRedactor(REDACTOR)
-    cleaned.feed(Chunk("stdout", SECRET[:9]))
+    cleaned.feed(StreamChunk("stdout", SECRET[:9]))
     effort = cleaned._streams["stdout"].effort
-    cleaned.feed(Chunk("stderr", b"." * (MOST_WAITING + 1)))
+    cleaned.feed(StreamChunk("stderr", b"." * (MOST_WAITING + 1)))
     assert cleaned._streams["stdout"].effort is effort and not effort.spent

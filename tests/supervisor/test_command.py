@@ -10,18 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.supervisor.command import Command, Order, exit_of, signal_name
-from carrel.supervisor.output import STDERR, STDOUT, Budget, Output
+from carrel.supervisor.command import Order, SupervisedCommand, exit_of, signal_name
+from carrel.supervisor.output import STDERR, STDOUT, ByteBudget, CommandOutput
 
 
 @pytest.fixture
-async def command() -> Command:
+async def command() -> SupervisedCommand:
     order = Order(["echo", "é"], -1, {})
     finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    return Command("c1", order, Output(5, Budget(100_000)), datetime.now(UTC), time.monotonic(), finished)
+    return SupervisedCommand(
+        "c1", order, CommandOutput(5, ByteBudget(100_000)), datetime.now(UTC), time.monotonic(), finished
+    )
 
 
-async def test_while_it_runs(command: Command) -> None:
+async def test_while_it_runs(command: SupervisedCommand) -> None:
     info = command.info()
     assert (info["id"], info["command"], info["running"], info["terminal"]) == ("c1", ["echo", "é"], True, False)
     assert (info["exit_code"], info["signal"], info["pid"], info["timed_out"]) == (None, None, None, False)
@@ -40,7 +42,7 @@ async def test_while_it_runs(command: Command) -> None:
         (signal.SIGSEGV | 0x80, None, "SIGSEGV"),
     ],
 )
-async def test_how_it_ended(command: Command, status: int, code: int | None, name: str | None) -> None:
+async def test_how_it_ended(command: SupervisedCommand, status: int, code: int | None, name: str | None) -> None:
     command.status, command.ended = status, command.started + 0.25
     assert not command.running
     assert exit_of(command.status) == (code, name)
@@ -48,14 +50,16 @@ async def test_how_it_ended(command: Command, status: int, code: int | None, nam
     assert (info["running"], info["exit_code"], info["signal"], info["duration_ms"]) == (False, code, name, 250.0)
 
 
-async def test_what_was_written_and_dropped_is_told(command: Command) -> None:
+async def test_what_was_written_and_dropped_is_told(command: SupervisedCommand) -> None:
     command.output.add(STDOUT, b"abc")
     command.output.add(STDERR, b"defg")
     assert (command.info()["output_bytes"], command.info()["dropped_bytes"]) == (5, 2)
 
 
-async def test_two_commands_are_never_equal(command: Command) -> None:
-    other = Command(command.id, command.order, command.output, command.started_at, command.started, command.finished)
+async def test_two_commands_are_never_equal(command: SupervisedCommand) -> None:
+    other = SupervisedCommand(
+        command.id, command.order, command.output, command.started_at, command.started, command.finished
+    )
     assert command != other
     assert len({command, other}) == 2
 

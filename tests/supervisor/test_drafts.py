@@ -12,8 +12,8 @@ from tests.support.nesting import give
 from tests.support.sandboxes import SANDBOX_UID, House
 
 from carrel.primitives.leftovers import RESERVED, remove_leftover
-from carrel.supervisor.drafts import Draft
-from carrel.supervisor.paths import Place, Root
+from carrel.supervisor.drafts import FileDraft
+from carrel.supervisor.paths import DirectoryEntry, Root
 
 LEFT = RESERVED.decode()
 
@@ -26,8 +26,8 @@ def root(tmp_path: Path) -> Iterator[Root]:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    with Place(os.open(tmp_path, os.O_PATH | os.O_DIRECTORY), b"name", b"name", "path") as made:
+def place(tmp_path: Path) -> Iterator[DirectoryEntry]:
+    with DirectoryEntry(os.open(tmp_path, os.O_PATH | os.O_DIRECTORY), b"name", b"name", "path") as made:
         yield made
 
 
@@ -51,8 +51,8 @@ def refuse_nameless_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("nameless")
-def test_nothing_of_the_name_shows_before_it_is_published(tmp_path: Path, root: Root, place: Place) -> None:
-    draft = Draft(root, place, 0o640)
+def test_nothing_of_the_name_shows_before_it_is_published(tmp_path: Path, root: Root, place: DirectoryEntry) -> None:
+    draft = FileDraft(root, place, 0o640)
     draft.write(b"half")
     assert not (tmp_path / "name").exists()
     draft.write(memoryview(b" whole"))
@@ -63,8 +63,8 @@ def test_nothing_of_the_name_shows_before_it_is_published(tmp_path: Path, root: 
     assert os.listdir(tmp_path) == ["name"]
 
 
-def test_a_discarded_draft_leaves_nothing(tmp_path: Path, root: Root, place: Place, nameless: bool) -> None:
-    draft, other = Draft(root, place, 0o600), Draft(root, place, 0o600)
+def test_a_discarded_draft_leaves_nothing(tmp_path: Path, root: Root, place: DirectoryEntry, nameless: bool) -> None:
+    draft, other = FileDraft(root, place, 0o600), FileDraft(root, place, 0o600)
     draft.write(b"x")
     assert os.listdir(tmp_path) == ([] if nameless else [LEFT])
     draft.discard()
@@ -74,8 +74,8 @@ def test_a_discarded_draft_leaves_nothing(tmp_path: Path, root: Root, place: Pla
 
 
 @pytest.mark.usefixtures("nameless")
-def test_an_exclusive_draft_loses_to_a_newcomer(tmp_path: Path, root: Root, place: Place) -> None:
-    draft = Draft(root, place, 0o600)
+def test_an_exclusive_draft_loses_to_a_newcomer(tmp_path: Path, root: Root, place: DirectoryEntry) -> None:
+    draft = FileDraft(root, place, 0o600)
     (tmp_path / "name").write_text("first")
     with pytest.raises(FileExistsError):
         draft.publish(exclusive=True)
@@ -87,7 +87,7 @@ def test_an_exclusive_draft_loses_to_a_newcomer(tmp_path: Path, root: Root, plac
 @pytest.mark.usefixtures("nameless")
 @pytest.mark.parametrize("squatter", ["nothing", "file", "link", "directory"])
 def test_whatever_has_the_reserved_name_a_file_is_replaced(
-    tmp_path: Path, root: Root, place: Place, squatter: str
+    tmp_path: Path, root: Root, place: DirectoryEntry, squatter: str
 ) -> None:
     (tmp_path / "name").write_text("old")
     outside = tmp_path.parent / f"{tmp_path.name}-outside"
@@ -99,7 +99,7 @@ def test_whatever_has_the_reserved_name_a_file_is_replaced(
         (tmp_path / LEFT).symlink_to(outside)
     elif squatter == "directory":
         (tmp_path / LEFT / "full").mkdir(parents=True)
-    draft = Draft(root, place, 0o600)
+    draft = FileDraft(root, place, 0o600)
     draft.write(b"new")
     draft.publish(exclusive=False)
     draft.discard()
@@ -131,7 +131,7 @@ def test_a_place_that_no_file_can_be_moved_to_from_the_top(
     monkeypatch.setattr(os, "rename", renamed)
     monkeypatch.setattr(os, "link", linked)
     with root.place(b"a/b/name") as place:
-        draft = Draft(root, place, 0o644)
+        draft = FileDraft(root, place, 0o644)
         draft.write(b"new" * 100_000)
         assert draft.publish(exclusive=False).status.st_size == 300_000
         draft.discard()
@@ -181,8 +181,8 @@ async def test_a_kill_between_the_two_steps_leaves_nothing_once_a_sandbox_starts
         assert sorted(os.listdir(workspace / "a")) == [LEFT, "file"]
 
 
-def test_a_kill_before_the_first_step_leaves_nothing(tmp_path: Path, root: Root, place: Place) -> None:
-    draft = Draft(root, place, 0o600)
+def test_a_kill_before_the_first_step_leaves_nothing(tmp_path: Path, root: Root, place: DirectoryEntry) -> None:
+    draft = FileDraft(root, place, 0o600)
     draft.write(b"half")
     assert os.listdir(tmp_path) == []
     draft.discard()

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from carrel.errors import Conflict
-from carrel.supervisor.http import MAX_HEADERS, Connection, Request, Response, Router, json_response
+from carrel.supervisor.http import MAX_HEADERS, HttpConnection, HttpRequest, HttpResponse, HttpRouter, json_response
 
 Pair = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -25,7 +25,7 @@ class Served:
         self.tasks: set[asyncio.Task[None]] = set()
         self.gone = asyncio.Event()
         self.streaming = 0
-        self.router = Router(lambda _run: None)
+        self.router = HttpRouter(lambda _run: None)
         for method, path, handler in (
             ("GET", "/ok", self.ok),
             ("POST", "/echo", self.echo),
@@ -39,13 +39,13 @@ class Served:
         ):
             self.router.add(method, path, handler)
 
-    async def ok(self, request: Request) -> Response:
+    async def ok(self, request: HttpRequest) -> HttpResponse:
         return json_response({"query": request.query})
 
-    async def echo(self, request: Request) -> Response:
+    async def echo(self, request: HttpRequest) -> HttpResponse:
         return json_response(await request.json())
 
-    async def size(self, request: Request) -> Response:
+    async def size(self, request: HttpRequest) -> HttpResponse:
         size = 0
         try:
             async for chunk in request.chunks():
@@ -55,17 +55,17 @@ class Served:
             raise
         return json_response({"size": size})
 
-    async def fail(self, _request: Request) -> Response:
+    async def fail(self, _request: HttpRequest) -> HttpResponse:
         raise RuntimeError("a bug")
 
-    async def conflict(self, _request: Request) -> Response:
+    async def conflict(self, _request: HttpRequest) -> HttpResponse:
         raise Conflict("not now", hint="later")
 
-    async def args(self, request: Request) -> Response:
+    async def args(self, request: HttpRequest) -> HttpResponse:
         return json_response(list(request.args))
 
-    async def endless(self, _request: Request) -> Response:
-        return Response(stream=self._chunks())
+    async def endless(self, _request: HttpRequest) -> HttpResponse:
+        return HttpResponse(stream=self._chunks())
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         try:
@@ -76,19 +76,19 @@ class Served:
         finally:
             self.gone.set()
 
-    async def broken(self, _request: Request) -> Response:
+    async def broken(self, _request: HttpRequest) -> HttpResponse:
         async def stream() -> AsyncIterator[bytes]:
             yield b"some"
             raise RuntimeError("half way")
 
-        return Response(stream=stream())
+        return HttpResponse(stream=stream())
 
 
 @asynccontextmanager
 async def connected(served: Served) -> AsyncIterator[Pair]:
     ours, theirs = socket.socketpair()
     loop = asyncio.get_running_loop()
-    transport, _ = await loop.connect_accepted_socket(lambda: Connection(served.router, served.tasks), theirs)
+    transport, _ = await loop.connect_accepted_socket(lambda: HttpConnection(served.router, served.tasks), theirs)
     reader, writer = await asyncio.open_unix_connection(sock=ours)
     try:
         yield reader, writer
@@ -274,8 +274,8 @@ def test_any_bytes_are_survived(data: bytes, cuts: list[int]) -> None:
     asyncio.run(go())
 
 
-def _request(**query: str) -> Request:
-    return Request("GET", "/", query)
+def _request(**query: str) -> HttpRequest:
+    return HttpRequest("GET", "/", query)
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False), ("", False)])

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from tests.support.sandboxes import until
 
-from carrel.supervisor.load import Load, measure
+from carrel.supervisor.load import SandboxLoad, measure
 
 HOLD = "import sys; held = bytearray(%d); held[::4096] = b'x' * len(held[::4096]); print(flush=True); sys.stdin.read()"
 
@@ -50,7 +50,7 @@ async def test_a_stopped_process_is_seen() -> None:
 def test_what_is_gone_holds_nothing() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
-    assert measure(process.pid, ["/no/such/place"]) == Load(1, 0, stopped=False)
+    assert measure(process.pid, ["/no/such/place"]) == SandboxLoad(1, 0, stopped=False)
 
 
 def test_memory_file_systems_count() -> None:

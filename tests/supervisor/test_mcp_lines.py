@@ -16,19 +16,19 @@ from carrel.supervisor.mcp_lines import (
     NO_TEXT,
     SHOWN,
     TOO_LONG,
-    Lines,
+    MessageLines,
 )
 
 
-def taken(lines: Lines) -> list[bytes]:
+def taken(lines: MessageLines) -> list[bytes]:
     found = []
     while (message := lines.take()) is not None:
         found.append(bytes(message))
     return found
 
 
-def fed(data: bytes, size: int = 65536) -> Lines:
-    lines = Lines()
+def fed(data: bytes, size: int = 65536) -> MessageLines:
+    lines = MessageLines()
     for start in range(0, len(data), size):
         lines.feed(data[start : start + size])
     return lines
@@ -55,7 +55,7 @@ def test_every_message_once_and_in_order(
         text += before + (message if is_message else other) + after + "\n"
         if is_message:
             expected.append(message.encode())
-    data, lines, found = (text + rest).encode(errors="replace"), Lines(), []
+    data, lines, found = (text + rest).encode(errors="replace"), MessageLines(), []
     for number in range(len(data)):
         size = sizes[number % len(sizes)]
         lines.feed(data[:size])
@@ -114,7 +114,7 @@ def test_as_many_other_lines_as_are_bearable(line: bytes) -> None:
 
 @pytest.mark.parametrize("flood", [b"x", b" ", b"\n", b" \n", b"xy\n" * 40 + b"z" * 4000, b"\xc3\xa9"])
 def test_floods_are_not_kept(flood: bytes) -> None:
-    lines, fed_bytes = Lines(), 0
+    lines, fed_bytes = MessageLines(), 0
     while lines.broken is None and fed_bytes < 2 * MOST_OTHER_BYTES:
         lines.feed(flood * 1000)
         fed_bytes += 1000 * len(flood)

@@ -17,7 +17,7 @@ from carrel.supervisor.command import Order, exit_of
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.mcp_log import Log
 from carrel.supervisor.mcp_process import END, MESSAGE, NO_ROOM, OPENED, Process
-from carrel.supervisor.output import Budget
+from carrel.supervisor.output import ByteBudget
 
 ROOM = 4 * 1024 * 1024
 
@@ -32,7 +32,7 @@ class Ground:
         self.score = os.open("/dev/null", os.O_WRONLY)
         self.commands.configure(loop, self.score, ROOM)
         self.directory = os.open(directory, os.O_PATH)
-        self.room = Budget(ROOM)
+        self.room = ByteBudget(ROOM)
         self.log = Log()
         self.over: list[Process] = []
         self.processes: list[Process] = []

@@ -46,7 +46,7 @@ def test_package_page_repeats_nothing_but_plain_names(name: bytes) -> None:
 
 
 def test_the_root_has_what_the_variables_name() -> None:
-    made = {step.target for step in rootfs.base_plan({}) if isinstance(step, rootfs.Text)}
+    made = {step.target for step in rootfs.base_plan({}) if isinstance(step, rootfs.TextFile)}
     assert f"{environment.CURL_OFFLINE}/.curlrc" in made and f"{environment.CURL_GOVERNED}/.curlrc" in made
     assert environment.APT_CONFIG in made
 

@@ -6,7 +6,7 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.supervisor.output import END, RUN_COST, STDERR, STDOUT, Budget, Output
+from carrel.supervisor.output import END, RUN_COST, STDERR, STDOUT, ByteBudget, CommandOutput
 
 writes = st.lists(st.tuples(st.sampled_from([STDOUT, STDERR]), st.binary(max_size=20)), max_size=30)
 
@@ -19,8 +19,8 @@ def _tags(written: list[tuple[int, bytes]]) -> list[tuple[int, int]]:
 def test_what_is_kept_is_a_prefix_of_what_was_written(
     written: list[tuple[int, bytes]], limit: int, left: int, size: int
 ) -> None:
-    budget = Budget(left)
-    output = Output(limit, budget)
+    budget = ByteBudget(left)
+    output = CommandOutput(limit, budget)
     for stream, data in written:
         output.add(stream, data)
     everything = b"".join(data for _, data in written)
@@ -48,7 +48,7 @@ def test_what_is_kept_is_a_prefix_of_what_was_written(
 
 
 async def test_every_waiter_is_woken_by_bytes_and_by_the_end() -> None:
-    output = Output(10, Budget(10))
+    output = CommandOutput(10, ByteBudget(10))
     for wake in (lambda: output.add(STDOUT, b"x"), lambda: output.add(STDOUT, b"x" * 100), output.end):
         waiters = [asyncio.create_task(output.changed()) for _ in range(3)]
         await asyncio.sleep(0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from carrel.errors import Conflict
 from carrel.supervisor import runs
-from carrel.supervisor.http import Connection, Request, Response, Router, json_response
+from carrel.supervisor.http import HttpConnection, HttpRequest, HttpResponse, HttpRouter, json_response
 from carrel.supervisor.runs import Runs
 
 
@@ -40,9 +40,9 @@ def test_what_is_said_not_to_have_begun_never_begins(steps: list[tuple[bool, str
 async def test_requests_of_a_run() -> None:
     """A request that lies in a socket while another asks for its run is refused."""
     runs = Runs()
-    router, handled = Router(runs.begin), []
+    router, handled = HttpRouter(runs.begin), []
 
-    async def handle(request: Request) -> Response:
+    async def handle(request: HttpRequest) -> HttpResponse:
         handled.append(request.run)
         return json_response({})
 
@@ -50,7 +50,7 @@ async def test_requests_of_a_run() -> None:
     runs.routes(router)
     tasks: set[asyncio.Task[None]] = set()
     ours, theirs = socket.socketpair()
-    await asyncio.get_running_loop().connect_accepted_socket(lambda: Connection(router, tasks), theirs)
+    await asyncio.get_running_loop().connect_accepted_socket(lambda: HttpConnection(router, tasks), theirs)
     reader, writer = await asyncio.open_unix_connection(sock=ours)
 
     async def ask(path: str, run: str | None) -> tuple[int, dict[str, object]]:

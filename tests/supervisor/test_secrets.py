@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.support.sandboxes import Box, Supervisor
 
 from carrel.errors import CarrelError
-from carrel.supervisor.secrets import ALTOGETHER, CURRENT, LARGEST, MOST, Secrets, _checked
+from carrel.supervisor.secrets import ALTOGETHER, CURRENT, LARGEST, MOST, SandboxSecrets, _checked
 
 
 def body(values: dict[str, bytes]) -> dict[str, object]:
@@ -117,9 +117,9 @@ async def test_the_largest_sets_fit_twice(box: Box) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[tuple[Path, Secrets]]:
+def folder(tmp_path: Path) -> Iterator[tuple[Path, SandboxSecrets]]:
     directory = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)
-    secrets = Secrets()
+    secrets = SandboxSecrets()
     secrets.configure(directory)
     yield tmp_path, secrets
     os.close(directory)
@@ -130,7 +130,9 @@ SETS = st.dictionaries(st.from_regex(r"\A[A-Za-z_][A-Za-z0-9_.-]{0,8}\Z"), st.bi
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(SETS, min_size=1, max_size=5))
-def test_there_is_always_exactly_the_last_set(folder: tuple[Path, Secrets], sets: list[dict[str, bytes]]) -> None:
+def test_there_is_always_exactly_the_last_set(
+    folder: tuple[Path, SandboxSecrets], sets: list[dict[str, bytes]]
+) -> None:
     path, secrets = folder
     for values in sets:
         assert secrets.replace(values) == sorted(values)
@@ -140,7 +142,7 @@ def test_there_is_always_exactly_the_last_set(folder: tuple[Path, Secrets], sets
         assert all((path / CURRENT / name).stat().st_mode & 0o777 == 0o400 for name in values)
 
 
-def test_a_set_that_cannot_be_written_leaves_the_one_before(folder: tuple[Path, Secrets]) -> None:
+def test_a_set_that_cannot_be_written_leaves_the_one_before(folder: tuple[Path, SandboxSecrets]) -> None:
     path, secrets = folder
     secrets.replace({"A": b"good"})
     with pytest.raises(OSError):

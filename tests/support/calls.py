@@ -7,16 +7,16 @@ from collections.abc import Callable, Mapping
 from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models.operations import TABLE, Operation
 from carrel.policy.verdict import Verdict
 
-_KINDS = {"agent": Kind.AGENT, "person": Kind.PERSON}
+_KINDS = {"agent": OwnerKind.AGENT, "person": OwnerKind.PERSON}
 
 
 def caller_named(subject: str, scopes: frozenset[Scope] = frozenset({Scope.OPERATE})) -> Caller:
     """Somebody of that name, such as `agent:coder`."""
-    kind = _KINDS.get(subject.partition(":")[0], Kind.AGENT)
+    kind = _KINDS.get(subject.partition(":")[0], OwnerKind.AGENT)
     return Caller(Identity(subject, kind, scopes))
 
 

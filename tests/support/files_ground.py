@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import quote
 
 from carrel.supervisor.files import Files
-from carrel.supervisor.http import Connection, Router
+from carrel.supervisor.http import HttpConnection, HttpRouter
 
 MIB = 1024 * 1024
 
@@ -93,11 +93,11 @@ async def serve(top: Path) -> AsyncIterator[Box]:
     before = descriptors()
     files = Files()
     files.configure(str(workspace))
-    router = Router(lambda _run: None)
+    router = HttpRouter(lambda _run: None)
     files.routes(router)
     tasks: set[asyncio.Task[None]] = set()
     address = str(top / "socket")
-    server = await asyncio.get_running_loop().create_unix_server(lambda: Connection(router, tasks), address)
+    server = await asyncio.get_running_loop().create_unix_server(lambda: HttpConnection(router, tasks), address)
     box = Box(top, workspace, files, address)
     try:
         yield box

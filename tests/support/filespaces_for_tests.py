@@ -13,7 +13,7 @@ from typing import TypeVar
 from carrel.models import SyncDirection
 from carrel.store import Database, FilespaceChange, FilespaceEntry, FilespaceMark, FilespaceStore
 from carrel.workspaces.filespace_contents import Contents
-from carrel.workspaces.filespace_sync import Change, FilespaceSync, Mark, Stored, Synced
+from carrel.workspaces.filespace_sync import FilespaceSync, Mark, StoredBatch, SyncChange, Synced
 from carrel.workspaces.remote import Remote, RemoteEntry
 
 T = TypeVar("T")
@@ -116,7 +116,7 @@ class Filespace:
     def changed(self, after: int) -> list[FilespaceEntry]:
         return self._runner.run(self.store.changed(self.context, after=after, limit=100_000))
 
-    def put(self, changes: Sequence[Change], mark: Mark | None = None) -> Stored:
+    def put(self, changes: Sequence[SyncChange], mark: Mark | None = None) -> StoredBatch:
         last = self.budget.spend()
         if last and not self.budget.made:
             raise Killed
@@ -126,7 +126,7 @@ class Filespace:
         self.log.append(done.entries)
         if last:
             raise Killed
-        return Stored(done.entries, done.before, done.newest)
+        return StoredBatch(done.entries, done.before, done.newest)
 
     def write(self, path: str, data: bytes, mode: int = 0o644) -> FilespaceEntry:
         """As somebody else who writes to the filespace."""
@@ -135,13 +135,13 @@ class Filespace:
         draft = drafting.finish()
         self.contents.keep(draft)
         draft.drop()
-        self.put([Change(path, draft.hash, draft.size, mode, None)])
+        self.put([SyncChange(path, draft.hash, draft.size, mode, None)])
         entry = self._runner.run(self.store.get(self.context, path))
         assert entry is not None
         return entry
 
     def delete(self, path: str) -> None:
-        self.put([Change(path, None, 0, 0, None)])
+        self.put([SyncChange(path, None, 0, 0, None)])
 
     def files(self) -> dict[str, bytes]:
         """What it holds, every content read and checked."""
@@ -195,6 +195,6 @@ class Recorded:
     def changed(self, after: int) -> list[FilespaceEntry]:
         return [entry for entry in self._changed if entry.version > after]
 
-    def put(self, changes: Sequence[Change], mark: Mark) -> Stored:
+    def put(self, changes: Sequence[SyncChange], mark: Mark) -> StoredBatch:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError

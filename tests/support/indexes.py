@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 
 from carrel.egress.index.cache import PackageCache
 from carrel.egress.index.client import IndexClient
-from carrel.egress.index.front import Answer, Front, Packages
-from carrel.egress.plan import Index
+from carrel.egress.index.front import AllowedPackages, Front, IndexAnswer
+from carrel.egress.plan import PackageIndex
 
 JSON = "application/vnd.pypi.simple.v1+json"
-Handler = Callable[[str, str, Mapping[str, str]], Awaitable[Answer]]
+Handler = Callable[[str, str, Mapping[str, str]], Awaitable[IndexAnswer]]
 
 
 class Web:
@@ -75,7 +75,7 @@ class Web:
             except (ConnectionError, asyncio.CancelledError):
                 pass
 
-    async def _send(self, writer: asyncio.StreamWriter, answer: Answer, method: str) -> None:
+    async def _send(self, writer: asyncio.StreamWriter, answer: IndexAnswer, method: str) -> None:
         head = [f"HTTP/1.1 {answer.status} {answer.reason}", *(f"{name}: {value}" for name, value in answer.headers)]
         writer.write("\r\n".join([*head, "", ""]).encode("latin-1"))
         try:
@@ -174,16 +174,16 @@ class IndexServer:
         self.projects.setdefault(name, {})[filename] = content
         return filename
 
-    def index(self, name: str = "main", **given: object) -> Index:
+    def index(self, name: str = "main", **given: object) -> PackageIndex:
         url = f"{self.web.url}/simple/"
         if self.login:
             url = url.replace("://", f"://{self.login}@")
-        return Index(name, url, **given)  # type: ignore[arg-type]
+        return PackageIndex(name, url, **given)  # type: ignore[arg-type]
 
     def files_asked(self) -> list[str]:
         return [path for path in self.asked if path.startswith("/pool/")]
 
-    async def answer(self, method: str, target: str, headers: Mapping[str, str]) -> Answer:
+    async def answer(self, method: str, target: str, headers: Mapping[str, str]) -> IndexAnswer:
         self.asked.append(target)
         self.seen.append(dict(headers))
         if self.broken:
@@ -191,7 +191,7 @@ class IndexServer:
         if self.login and headers.get("authorization") != "Basic " + base64.b64encode(self.login.encode()).decode():
             return _plain(401, b"who are you")
         if target in self.redirects:
-            return Answer(302, [("location", self.redirects[target]), ("content-length", "0")])
+            return IndexAnswer(302, [("location", self.redirects[target]), ("content-length", "0")])
         parts = target.strip("/").split("/")
         if parts[0] == "simple" and len(parts) == 2 and parts[1] in self.projects:
             return self._page(parts[1], headers)
@@ -199,17 +199,17 @@ class IndexServer:
             return self._file(parts[1], parts[2])
         return _plain(404, b"not here")
 
-    def _page(self, project: str, headers: Mapping[str, str]) -> Answer:
+    def _page(self, project: str, headers: Mapping[str, str]) -> IndexAnswer:
         if self.form == "both" and JSON in headers.get("accept", ""):
             kind, body = JSON, self._json(project)
         else:
             kind, body = "text/html", self._html(project)
         etag = f'"{hashlib.sha256(body).hexdigest()}"'
         if self.etags and headers.get("if-none-match") == etag:
-            return Answer(304, [("content-length", "0")])
+            return IndexAnswer(304, [("content-length", "0")])
         body = gzip.compress(body)
         given = [("content-type", kind), ("content-length", str(len(body))), ("content-encoding", "gzip")]
-        return Answer(200, [*given, *([("etag", etag)] if self.etags else [])], body)
+        return IndexAnswer(200, [*given, *([("etag", etag)] if self.etags else [])], body)
 
     def _json(self, project: str) -> bytes:
         files = []
@@ -233,7 +233,7 @@ class IndexServer:
             lines.append(f'<a href="/pool/{project}/{html.escape(filename)}{fragment}">{filename}</a>')
         return f"<!DOCTYPE html><html><body>{'<br>'.join(lines)}</body></html>".encode()
 
-    def _file(self, project: str, filename: str) -> Answer:
+    def _file(self, project: str, filename: str) -> IndexAnswer:
         plain = filename.removesuffix(".metadata")
         content = self.projects.get(project, {}).get(plain)
         if content is None:
@@ -242,8 +242,8 @@ class IndexServer:
             content = metadata_of(content)
         content = self.wrong.get(filename, content)
         if self.chunked:
-            return Answer(200, [("transfer-encoding", "chunked")], _chunked(content))
-        return Answer(200, [("content-length", str(len(content)))], self._gated(content) if self.gate else content)
+            return IndexAnswer(200, [("transfer-encoding", "chunked")], _chunked(content))
+        return IndexAnswer(200, [("content-length", str(len(content)))], self._gated(content) if self.gate else content)
 
     async def _gated(self, content: bytes) -> AsyncIterator[bytes]:
         assert self.gate is not None
@@ -259,8 +259,8 @@ async def _chunked(content: bytes) -> AsyncIterator[bytes]:
     yield b"0\r\n\r\n"
 
 
-def _plain(status: int, body: bytes) -> Answer:
-    return Answer(status, [("content-type", "text/plain"), ("content-length", str(len(body)))], body, "No")
+def _plain(status: int, body: bytes) -> IndexAnswer:
+    return IndexAnswer(status, [("content-type", "text/plain"), ("content-length", str(len(body)))], body, "No")
 
 
 @asynccontextmanager
@@ -284,7 +284,7 @@ async def fronting(directory: str, most_bytes: int = 1 << 30, **given: object) -
 
 
 @asynccontextmanager
-async def gateway(front: Front, packages: Packages) -> AsyncIterator[str]:
+async def gateway(front: Front, packages: AllowedPackages) -> AsyncIterator[str]:
     """The front as one sandbox reaches it; gives the URL of the index."""
     web = Web(lambda method, target, headers: front.answer(method, target, headers, packages))
     await web.open()
@@ -294,7 +294,7 @@ async def gateway(front: Front, packages: Packages) -> AsyncIterator[str]:
         await web.close()
 
 
-async def whole(answer: Answer) -> bytes:
+async def whole(answer: IndexAnswer) -> bytes:
     """The body of an answer, to its end."""
     try:
         if isinstance(answer.body, bytes):

@@ -21,12 +21,12 @@ from carrel.egress.access import Access, Address, Target
 from carrel.egress.http.authority import Authority, bundle, make_authority
 from carrel.egress.http.credentials import placeholder
 from carrel.egress.http.inspection import Inspection
-from carrel.egress.http.messages import Request, read_request
+from carrel.egress.http.messages import RequestHead, read_request
 from carrel.egress.http.streams import Body, TlsStream
 from carrel.egress.listener.gateway import Gateway
 from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.upstreams import dial_directly
-from carrel.egress.plan import Injected, Plan
+from carrel.egress.plan import EgressPlan, Injected
 from carrel.policy.documents import settings, sources
 from carrel.policy.rules.layers import Layer
 from carrel.policy.verdict import Verdict
@@ -56,7 +56,7 @@ def spoken(data: bytes) -> bool:
 class Seen:
     """A request that the site got."""
 
-    request: Request
+    request: RequestHead
     body: bytes
 
     def header(self, name: str) -> list[str]:
@@ -204,7 +204,9 @@ class Proxy:
         return process.returncode or 0, output
 
 
-def plan(site: Site, injected: Sequence[Injected] = (CREDENTIAL,), authority: str | None = OWN, **more: object) -> Plan:
+def plan(
+    site: Site, injected: Sequence[Injected] = (CREDENTIAL,), authority: str | None = OWN, **more: object
+) -> EgressPlan:
     web = {
         "allowed_domains": ["api.test", "other.test"],
         "allowed_ports": [site.port],
@@ -213,12 +215,12 @@ def plan(site: Site, injected: Sequence[Injected] = (CREDENTIAL,), authority: st
     }
     allowed = settings.load('{"permissions": {"allow": ["network(outbound:127.0.0.2)"]}}')
     own = sources.load(json.dumps({"web_access": {"enabled": True, **web}}))
-    return Plan("s1", "c1", (Layer("settings.json", allowed, own),), tuple(injected), authority=authority)
+    return EgressPlan("s1", "c1", (Layer("settings.json", allowed, own),), tuple(injected), authority=authority)
 
 
 @asynccontextmanager
 async def way_out(
-    the_plan: Plan, *, roots: str | None = PUBLIC.certificate, idle_s: float = 60.0
+    the_plan: EgressPlan, *, roots: str | None = PUBLIC.certificate, idle_s: float = 60.0
 ) -> AsyncIterator[Proxy]:
     async def resolve(_name: str) -> Sequence[Address]:
         return [IPv4Address("127.0.0.2")]

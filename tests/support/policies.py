@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from carrel.policy.documents.settings import Settings
+from carrel.policy.documents.settings import SettingsDocument
 from carrel.policy.documents.sources import Sources
 from carrel.policy.rules.layers import Layer, Policy
 
 
-def settings(allow: list[str] | None = None, deny: list[str] | None = None) -> Settings:
+def settings(allow: list[str] | None = None, deny: list[str] | None = None) -> SettingsDocument:
     """A settings document."""
-    return Settings.model_validate({"permissions": {"allow": allow or [], "deny": deny or []}})
+    return SettingsDocument.model_validate({"permissions": {"allow": allow or [], "deny": deny or []}})
 
 
 def policy(allow: list[str] | None = None, deny: list[str] | None = None) -> Policy:

@@ -18,11 +18,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from carrel.egress.access import Access, Address, Refused, Target
+from carrel.egress.access import Access, AccessRefused, Address, Target
 from carrel.egress.listener.gateway import Gateway
 from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.upstreams import dial_directly
-from carrel.egress.plan import Plan
+from carrel.egress.plan import EgressPlan
 from carrel.policy.documents import settings, sources
 from carrel.policy.rules.layers import Layer
 from carrel.policy.verdict import Verdict
@@ -36,7 +36,7 @@ Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 @dataclass
 class Records:
-    """A `access.Report`."""
+    """A `access.AccessRecorder`."""
 
     opened_: list[Access] = field(default_factory=list)
     closed_: list[Access] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Records:
 
     def opened(self, access: Access) -> None:
         if self.full:
-            raise Refused("the access log cannot be written", code="platform_error", status=503, retry=True)
+            raise AccessRefused("the access log cannot be written", code="platform_error", status=503, retry=True)
         self.opened_.append(access)
 
     def closed(self, access: Access) -> None:
@@ -70,7 +70,7 @@ class Names:
     async def __call__(self, name: str) -> Sequence[Address]:
         self.asked.append(name)
         if name not in self.table:
-            raise Refused(f"{name} is not known", code="unreachable", status=502)
+            raise AccessRefused(f"{name} is not known", code="unreachable", status=502)
         return [ip_address(each) for each in self.table[name]]
 
 
@@ -90,7 +90,7 @@ class Person:
 
 def plan(
     allow: Iterable[str] = (), deny: Iterable[str] = (), web: Mapping[str, Any] | None = None, **more: Any
-) -> Plan:
+) -> EgressPlan:
     """A plan whose rules allow and deny hosts, as `host[:port]`, addresses and networks."""
     said = {
         "permissions": {
@@ -99,7 +99,7 @@ def plan(
         }
     }
     given = None if web is None else sources.load(json.dumps({"web_access": web}))
-    return Plan("s1", "c1", (Layer("test", settings.load(json.dumps(said)), given),), **more)
+    return EgressPlan("s1", "c1", (Layer("test", settings.load(json.dumps(said)), given),), **more)
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Wayout:
 
 @asynccontextmanager
 async def wayout(
-    given: Plan, names: Mapping[str, Sequence[str]] | None = None, person: Person | None = None, **more: Any
+    given: EgressPlan, names: Mapping[str, Sequence[str]] | None = None, person: Person | None = None, **more: Any
 ) -> AsyncIterator[Wayout]:
     """A gateway for a plan."""
     records, table, asked = Records(), Names(dict(names or {})), person or Person()

@@ -7,14 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.models import SyncDirection
-from carrel.workspaces.filespace import UNSURE, Base, Content, Facts, LocalFile, Pending, Plan, Row, plan, synced
+from carrel.workspaces.filespace import (
+    UNSURE,
+    Base,
+    BaseRow,
+    Content,
+    FileStat,
+    LocalFile,
+    Pending,
+    SyncPlan,
+    plan,
+    synced,
+)
 
 PUSH, PULL, BOTH = SyncDirection.PUSH, SyncDirection.PULL, SyncDirection.BOTH
 hashes = st.binary(min_size=32, max_size=32).map(bytes.hex)
 numbers = st.integers(0, 2**63 - 1)
 contents = st.builds(Content, hashes, st.integers(0, 0o777))
 names = st.text(st.characters(codec="utf-8") | st.sampled_from(["\udcff", "\n", "/"]), min_size=1)
-rows = st.builds(Row, numbers, contents, numbers, st.builds(Facts, numbers, numbers, numbers, numbers), st.booleans())
+rows = st.builds(
+    BaseRow, numbers, contents, numbers, st.builds(FileStat, numbers, numbers, numbers, numbers), st.booleans()
+)
 bases = st.builds(
     Base,
     st.dictionaries(names, rows),
@@ -35,16 +48,16 @@ class There(NamedTuple):
 
 
 def here(content: str) -> LocalFile:
-    return LocalFile(Content(content, 0o644), Facts(1, 1, 1, 1), UNSURE)
+    return LocalFile(Content(content, 0o644), FileStat(1, 1, 1, 1), UNSURE)
 
 
-def common(content: str, version: int, *, placed: bool = True) -> Row:
-    return Row(version, Content(content, 0o644), 1, UNSURE, placed)
+def common(content: str, version: int, *, placed: bool = True) -> BaseRow:
+    return BaseRow(version, Content(content, 0o644), 1, UNSURE, placed)
 
 
 def decide(
     base: str | None, mine: str | None, theirs: str | bool | None, direction: SyncDirection, *, merged: bool = True
-) -> Plan:
+) -> SyncPlan:
     """The plan for one path; `theirs` False when the filespace did not change, None when it deleted."""
     known = Base({} if base is None else {"f": common(base, 3)}, {}, 3, merged)
     local = {} if mine is None else {"f": here(mine)}
@@ -52,7 +65,7 @@ def decide(
     return plan(known, local, remote, direction)
 
 
-def done(made: Plan) -> str:
+def done(made: SyncPlan) -> str:
     words = {
         "write": made.writes, "remove": made.removals, "upload": made.uploads, "tombstone": made.tombstones,
         "conflict": made.conflicts,

@@ -8,11 +8,11 @@ from carrel.errors import SnapshotDamaged
 from carrel.workspaces.manifests import (
     MOST_BUNDLES,
     SMALL,
-    Attachment,
     Bundle,
     Intent,
     Manifest,
     Note,
+    StoredAttachment,
     pack,
     split_bundle_name,
     unpack,
@@ -36,7 +36,7 @@ MANIFESTS = st.builds(
     files=st.integers(-1, 2**40),
     created_at=st.floats(0, 2**40),
     bundles=st.lists(BUNDLES, max_size=5).map(tuple),
-    attachment=st.none() | st.builds(Attachment, TOKENS, NAMES, SPOTS),
+    attachment=st.none() | st.builds(StoredAttachment, TOKENS, NAMES, SPOTS),
     version=st.just(1),
 )
 INTENTS = st.builds(Intent, NAMES, st.frozensets(NAMES, max_size=5), st.just(1))

@@ -8,8 +8,8 @@ from typing import Annotated
 from fastapi import Path, Query, Request
 from starlette.responses import Response
 
-from carrel.api.guard import Router, require, who
-from carrel.api.parts import NDJSON, SSE, Plane, Stream, as_json, wants_sse
+from carrel.api.guard import GuardedRouter, require, who
+from carrel.api.parts import NDJSON, SSE, ClosingStream, Plane, as_json, wants_sse
 from carrel.identity import Identity
 from carrel.models import (
     ApprovalBatch,
@@ -21,7 +21,7 @@ from carrel.models import (
 )
 from carrel.models.operations import DECIDE_APPROVAL, DECIDE_APPROVALS, GET_APPROVAL, LIST_APPROVALS, WATCH_APPROVALS
 
-router = Router(prefix="/v1/approvals", tags=["approvals"])
+router = GuardedRouter(prefix="/v1/approvals", tags=["approvals"])
 
 ApprovalId = Annotated[str, Path(min_length=1, max_length=64, description="id of an approval")]
 _EVENT = {"schema": {"$ref": "#/components/schemas/ApprovalInfo"}}
@@ -54,7 +54,7 @@ async def watch_approvals(request: Request, plane: Plane) -> Response:
     """First those that are pending, then each one that is created, decided or expires, until the caller disconnects."""
     sse = wants_sse(request)
     events = _events(plane.approvals.watch(), who(), sse)
-    return Stream(events, media_type=SSE if sse else NDJSON, headers={"cache-control": "no-store"})
+    return ClosingStream(events, media_type=SSE if sse else NDJSON, headers={"cache-control": "no-store"})
 
 
 async def _events(watched: AsyncIterator[ApprovalInfo], identity: Identity, sse: bool) -> AsyncIterator[bytes]:

@@ -8,13 +8,13 @@ from typing import Annotated, Literal
 from fastapi import Query
 from starlette.responses import Response
 
-from carrel.api.guard import Router, require, who
-from carrel.api.parts import NDJSON, Plane, Stream, as_json
+from carrel.api.guard import GuardedRouter, require, who
+from carrel.api.parts import NDJSON, ClosingStream, Plane, as_json
 from carrel.audit import Filter, chain_of
 from carrel.models import AuditKey, AuditPage, AuditPruned, Moment
 from carrel.models.operations import EXPORT_AUDIT, GET_AUDIT_KEY, PRUNE_AUDIT, SEARCH_AUDIT, Kind
 
-router = Router(prefix="/v1/audit", tags=["audit"])
+router = GuardedRouter(prefix="/v1/audit", tags=["audit"])
 
 ZSTD = "application/zstd"
 Context = Annotated[
@@ -73,7 +73,7 @@ async def export_audit(
     """Every chain, or the chain of one context, signed up to its end."""
     require(EXPORT_AUDIT, context_id)
     pieces = plane.audit.export(None if context_id is None else [chain_of(context_id)], compress=compress)
-    return Stream(pieces, media_type=ZSTD if compress else NDJSON, headers={"cache-control": "no-store"})
+    return ClosingStream(pieces, media_type=ZSTD if compress else NDJSON, headers={"cache-control": "no-store"})
 
 
 @router.operation(GET_AUDIT_KEY, "The key that signs the log", AuditKey)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import Query, Request
 from starlette.responses import Response
 
-from carrel.api.guard import Router
+from carrel.api.guard import GuardedRouter
 from carrel.api.parts import NDJSON, SSE, CommandId, Plane, SandboxId, as_json, body_of, event_stream, plane_of
 from carrel.errors import InvalidRequest
 from carrel.models import (
@@ -23,7 +23,7 @@ from carrel.models import (
 )
 from carrel.models import operations as op
 
-router = Router(prefix="/v1/sandboxes/{id}", tags=["commands"])
+router = GuardedRouter(prefix="/v1/sandboxes/{id}", tags=["commands"])
 
 EVENTS: dict[str, Any] = {
     "description": "An `OutputEvent` per line, or per server-sent event if asked for; the last has `result`",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from carrel.api.guard import Router
+from carrel.api.guard import GuardedRouter
 from carrel.api.parts import Context, Plane
 from carrel.models.operations import FORGET_CONTEXT
 
-router = Router(prefix="/v1/contexts/{context_id}", tags=["contexts"])
+router = GuardedRouter(prefix="/v1/contexts/{context_id}", tags=["contexts"])
 
 
 @router.operation(FORGET_CONTEXT, "Forget a context", None, 404, 409, 502)

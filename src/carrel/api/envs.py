@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from fastapi import Path, Query
 from starlette.responses import Response
 
-from carrel.api.guard import Router
-from carrel.api.parts import NDJSON, Plane, SandboxId, Stream, as_json
+from carrel.api.guard import GuardedRouter
+from carrel.api.parts import NDJSON, ClosingStream, Plane, SandboxId, as_json
 from carrel.api.problems import UNEXPECTED
 from carrel.errors import CarrelError
 from carrel.models import (
@@ -25,7 +25,7 @@ from carrel.models import (
 )
 from carrel.models import operations as op
 
-router = Router(tags=["environments"])
+router = GuardedRouter(tags=["environments"])
 
 Name = Annotated[EnvironmentName, Path(alias="env", description="the name of an environment, or a label")]
 Follow = Annotated[bool, Query(description="stream the progress, a JSON object per line; the last has the environment")]
@@ -90,7 +90,7 @@ async def _answered(
 ) -> Response:
     if not follow:
         return as_json(await work(None))
-    return Stream(_lines(work), media_type=NDJSON, headers={"cache-control": "no-store"})
+    return ClosingStream(_lines(work), media_type=NDJSON, headers={"cache-control": "no-store"})
 
 
 async def _lines(work: Callable[[Callable[[str], None] | None], Awaitable[EnvironmentInfo]]) -> AsyncIterator[bytes]:

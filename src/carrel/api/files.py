@@ -10,8 +10,8 @@ from fastapi import Body, Query, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from carrel.api.guard import Router
-from carrel.api.parts import FilePath, Plane, SandboxId, Stream, as_json, raw_query, streamed_body
+from carrel.api.guard import GuardedRouter
+from carrel.api.parts import ClosingStream, FilePath, Plane, SandboxId, as_json, raw_query, streamed_body
 from carrel.control.workspaces.bundles import Incoming
 from carrel.models import FileInfo, FilesRequest, FilesWritten
 from carrel.models import operations as op
@@ -19,7 +19,7 @@ from carrel.models.bundles import END, MEDIA_TYPE
 from carrel.models.files import Nothing
 from carrel.models.operations import TABLE, ForwardedOperation
 
-router = Router(prefix="/v1/sandboxes/{id}/files", tags=["files"])
+router = GuardedRouter(prefix="/v1/sandboxes/{id}/files", tags=["files"])
 
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 BUNDLE = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}
@@ -40,7 +40,7 @@ async def read_file(
     size = await anext(parts)
     headers = {} if size is None else {"content-length": str(size)}
     content = cast(AsyncIterator[bytes], parts)
-    return Stream(content, media_type="application/octet-stream", headers=headers)
+    return ClosingStream(content, media_type="application/octet-stream", headers=headers)
 
 
 @router.operation(
@@ -93,7 +93,7 @@ async def write_files(id: SandboxId, plane: Plane, request: Request) -> Response
 async def read_files(id: SandboxId, body: FilesRequest, plane: Plane) -> Response:
     """In the order of the request. For a file that cannot be read, the bundle has a problem."""
     await plane.sessions.find(id)
-    return Stream(_ended(plane.bundles.read(id, body.paths)), media_type=MEDIA_TYPE)
+    return ClosingStream(_ended(plane.bundles.read(id, body.paths)), media_type=MEDIA_TYPE)
 
 
 async def _ended(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -103,7 +103,7 @@ async def _ended(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     yield END
 
 
-def add_route(router: Router, operation: ForwardedOperation[Any, Any]) -> None:
+def add_route(router: GuardedRouter, operation: ForwardedOperation[Any, Any]) -> None:
     """Add the route of an operation that its row describes completely: the body, or the query, is the request."""
     where = Body() if operation.has_body else Query()
     empty = operation.result is Nothing

@@ -8,13 +8,13 @@ from typing import Annotated, cast
 from fastapi import Query, Request
 from starlette.responses import Response
 
-from carrel.api.guard import Router
-from carrel.api.parts import Context, FilePath, Plane, SandboxId, Stream, as_json, raw_query, streamed_body
+from carrel.api.guard import GuardedRouter
+from carrel.api.parts import ClosingStream, Context, FilePath, Plane, SandboxId, as_json, raw_query, streamed_body
 from carrel.models import FilespaceFile, FilespacePage, SyncRequest, SyncSummary
 from carrel.models import operations as op
 from carrel.models.base import MAX_PATH
 
-router = Router(tags=["filespaces"])
+router = GuardedRouter(tags=["filespaces"])
 
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
@@ -56,7 +56,7 @@ async def read_filespace(context_id: Context, path: FilePath, plane: Plane) -> R
     parts = plane.filespaces.read(context_id, path)
     size = await anext(parts)
     headers = {"content-length": str(size)}
-    return Stream(cast(AsyncIterator[bytes], parts), media_type="application/octet-stream", headers=headers)
+    return ClosingStream(cast(AsyncIterator[bytes], parts), media_type="application/octet-stream", headers=headers)
 
 
 @router.operation(

@@ -73,7 +73,7 @@ class GuardedRoute(APIRoute):
         await super().handle(scope, receive, send)
 
 
-class Router(APIRouter):
+class GuardedRouter(APIRouter):
     """The routes of one resource, each of them guarded."""
 
     def __init__(self, **settings: Any):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from starlette.responses import JSONResponse, Response
 
-from carrel.api.guard import Router
+from carrel.api.guard import GuardedRouter
 from carrel.api.parts import Plane, as_json
 from carrel.models import Answer, DiskUsage, HostReport
 from carrel.models.operations import GET_DISK_USAGE, GET_HOST, HEALTHZ, READYZ
 
-router = Router(tags=["host"])
+router = GuardedRouter(tags=["host"])
 
 
 class Status(Answer):

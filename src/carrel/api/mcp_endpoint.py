@@ -60,7 +60,7 @@ class McpResponse(Response):
         """Answer a short plain call here; let the package serve everything else."""
         body = await Request(scope, receive).body()
         plain = plain_call(scope, body)
-        work = Work()
+        work = RequestWork()
         try:
             if plain is None:
                 await self._serve(scope, replay(body, receive), send, work)
@@ -84,7 +84,7 @@ class McpResponse(Response):
         await Response(body, status, media_type="application/json")(scope, receive, send)
 
     async def _serve(
-        self, scope: Scope, receive: Receive, send: Send, work: Work, begun: asyncio.Task[Json] | None = None
+        self, scope: Scope, receive: Receive, send: Send, work: RequestWork, begun: asyncio.Task[Json] | None = None
     ) -> None:
         manager = StreamableHTTPSessionManager(
             served(self._plane, self._sandbox, self._offered, work, begun),
@@ -95,7 +95,7 @@ class McpResponse(Response):
             await manager.handle_request(scope, receive, send)
 
 
-class Work:
+class RequestWork:
     """The work for one request, in tasks of its own. The package cancels a request repeatedly until it has ended, also
     during cleanup; work in these tasks is cancelled once, and then waited for.
     """
@@ -165,7 +165,7 @@ async def called(
 
 
 def served(
-    plane: ControlPlane, sandbox: str, offered: McpCatalogue, work: Work, begun: asyncio.Task[Json] | None = None
+    plane: ControlPlane, sandbox: str, offered: McpCatalogue, work: RequestWork, begun: asyncio.Task[Json] | None = None
 ) -> Server[Any]:
     """Build the server side for one MCP server of a context. `begun` is its call, if that is already under way."""
     name = offered.server

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Path, Query, Request
 from starlette.responses import Response
 
-from carrel.api.guard import Router
+from carrel.api.guard import GuardedRouter
 from carrel.api.parts import SSE, Plane, SandboxId, as_json, body_of, known_query, plane_of
 from carrel.models import (
     McpCatalogue,
@@ -21,7 +21,7 @@ from carrel.models import (
 )
 from carrel.models import operations as op
 
-router = Router(prefix="/v1/sandboxes/{id}/mcp-servers", tags=["mcp"])
+router = GuardedRouter(prefix="/v1/sandboxes/{id}/mcp-servers", tags=["mcp"])
 Name = Annotated[McpServerName, Path(alias="server", description="name of an MCP server")]
 CALL_MODEL = McpRequest
 _MESSAGE = {"schema": {"type": "object", "description": "a message of MCP"}}

@@ -7,12 +7,12 @@ import asyncio
 from fastapi import Request
 from starlette.responses import Response
 
-from carrel.api.guard import Router
+from carrel.api.guard import GuardedRouter
 from carrel.api.parts import Plane
 from carrel.metrics import OPENMETRICS
 from carrel.models.operations import GET_METRICS
 
-router = Router(tags=["host"])
+router = GuardedRouter(tags=["host"])
 
 _TEXT = {"schema": {"type": "string"}}
 

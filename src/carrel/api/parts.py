@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from carrel.api.problems import invalid
 from carrel.control.plane import ControlPlane
-from carrel.control.supervisor.frames import Chunk, TextCutter
+from carrel.control.supervisor.frames import StreamChunk, TextCutter
 from carrel.errors import InvalidRequest
 from carrel.models import ContextId
 from carrel.models.base import MAX_PATH
@@ -119,7 +119,7 @@ def wants_sse(request: Request) -> bool:
     return SSE in request.headers.get("accept", "")
 
 
-async def _lines(chunks: AsyncIterator[Chunk], offset: int, sse: bool) -> AsyncIterator[bytes]:
+async def _lines(chunks: AsyncIterator[StreamChunk], offset: int, sse: bool) -> AsyncIterator[bytes]:
     cutter = TextCutter(offset)
     before, after = (b"data: ", b"\n\n") if sse else (b"", b"\n")
     try:
@@ -152,7 +152,7 @@ async def streamed_body(request: Request) -> AsyncIterator[bytes]:
         raise InvalidRequest("the body broke off", field="body", hint="send it again, all of it") from None
 
 
-class Stream(StreamingResponse):
+class ClosingStream(StreamingResponse):
     """A stream that is closed with the answer, also when the caller disconnects."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -173,7 +173,7 @@ class Stream(StreamingResponse):
 
 
 async def event_stream(
-    request: Request, chunks: AsyncIterator[Chunk], *, offset: int = 0, headers: dict[str, str] | None = None
+    request: Request, chunks: AsyncIterator[StreamChunk], *, offset: int = 0, headers: dict[str, str] | None = None
 ) -> Response:
     """Return output events as NDJSON, or as server-sent events if requested. Opens the stream first, so that errors get
     a status.
@@ -181,4 +181,4 @@ async def event_stream(
     sse = wants_sse(request)
     await anext(chunks)
     kept = {"cache-control": "no-store", **(headers or {})}
-    return Stream(_lines(chunks, offset, sse), media_type=SSE if sse else NDJSON, headers=kept)
+    return ClosingStream(_lines(chunks, offset, sse), media_type=SSE if sse else NDJSON, headers=kept)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from carrel.api.guard import Router, who
+from carrel.api.guard import GuardedRouter, who
 from carrel.api.parts import Context, Plane, as_json
 from carrel.models import ExplainRequest, Explanation, PolicyDocuments, PolicyInfo
 from carrel.models.operations import DELETE_POLICY, EXPLAIN_POLICY, GET_POLICY, PUT_POLICY
 
-router = Router(prefix="/v1/contexts/{context_id}/policy", tags=["policies"])
+router = GuardedRouter(prefix="/v1/contexts/{context_id}/policy", tags=["policies"])
 
 
 @router.operation(GET_POLICY, "The policy of a context", PolicyInfo)

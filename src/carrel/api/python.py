@@ -6,12 +6,12 @@ from fastapi import Request
 from starlette.responses import Response
 
 from carrel.api.commands import EVENTS, ID_HEADER
-from carrel.api.guard import Router
+from carrel.api.guard import GuardedRouter
 from carrel.api.parts import Plane, SandboxId, as_json, body_of, event_stream, plane_of
 from carrel.models import CommandInfo, PythonRequest, PythonResult
 from carrel.models.operations import RUN_PYTHON, START_PYTHON, STREAM_PYTHON
 
-router = Router(prefix="/v1/sandboxes/{id}", tags=["python"])
+router = GuardedRouter(prefix="/v1/sandboxes/{id}", tags=["python"])
 
 
 @router.operation(

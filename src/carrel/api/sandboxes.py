@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Header, Query
 from starlette.responses import Response
 
-from carrel.api.guard import Router, require, who
+from carrel.api.guard import GuardedRouter, require, who
 from carrel.api.parts import Plane, SandboxId, as_json
 from carrel.models import (
     SandboxInfo,
@@ -20,7 +20,7 @@ from carrel.models import (
 )
 from carrel.models.operations import DEPLOY_OR_RESUME, GET_SANDBOX, GET_USAGE, HEALTH, LIST_SANDBOXES, STOP, TERMINATE
 
-router = Router(prefix="/v1/sandboxes", tags=["sandboxes"])
+router = GuardedRouter(prefix="/v1/sandboxes", tags=["sandboxes"])
 
 
 @router.operation(

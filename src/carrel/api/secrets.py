@@ -7,12 +7,12 @@ from typing import Annotated
 from fastapi import Path
 from starlette.responses import Response
 
-from carrel.api.guard import Router
+from carrel.api.guard import GuardedRouter
 from carrel.api.parts import Context, Plane, as_json
 from carrel.models import SecretList, SecretName, SecretValue
 from carrel.models.operations import DELETE_SECRET, LIST_SECRETS, PUT_SECRET
 
-router = Router(prefix="/v1/contexts/{context_id}/secrets", tags=["secrets"])
+router = GuardedRouter(prefix="/v1/contexts/{context_id}/secrets", tags=["secrets"])
 
 Name = Annotated[str, Path(min_length=1, max_length=128)]
 

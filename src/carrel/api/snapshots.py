@@ -7,12 +7,12 @@ from typing import Annotated
 from fastapi import Path, Query
 from starlette.responses import Response
 
-from carrel.api.guard import Router, require
-from carrel.api.parts import Plane, SandboxId, Stream, as_json
+from carrel.api.guard import GuardedRouter, require
+from carrel.api.parts import ClosingStream, Plane, SandboxId, as_json
 from carrel.models import FileChanges, ForkRequest, RestoreRequest, SandboxInfo, SnapshotInfo, SnapshotPage
 from carrel.models import operations as op
 
-router = Router(prefix="/v1/sandboxes/{id}", tags=["snapshots"])
+router = GuardedRouter(prefix="/v1/sandboxes/{id}", tags=["snapshots"])
 
 SnapshotId = Annotated[str, Path(min_length=1, max_length=64)]
 
@@ -51,7 +51,7 @@ async def delete_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) 
 async def download_snapshot(id: SandboxId, snapshot_id: SnapshotId, plane: Plane) -> Response:
     """The files as a tar archive."""
     chunks = await plane.snapshots.export(id, snapshot_id)
-    return Stream(chunks, media_type="application/x-tar")
+    return ClosingStream(chunks, media_type="application/x-tar")
 
 
 @router.operation(op.DIFF_SNAPSHOTS, "Compare two snapshots", FileChanges, 404, 409)

@@ -10,17 +10,17 @@ from pydantic import ValidationError
 from starlette.responses import Response
 
 from carrel.api.files import BUNDLE
-from carrel.api.guard import Router
-from carrel.api.parts import Plane, Stream, as_json, body_of, plane_of, streamed_body
+from carrel.api.guard import GuardedRouter
+from carrel.api.parts import ClosingStream, Plane, as_json, body_of, plane_of, streamed_body
 from carrel.api.problems import answer, invalid
 from carrel.control.plane import ControlPlane
 from carrel.control.workspaces.bundles import Incoming
 from carrel.errors import InvalidRequest, LimitExceeded
 from carrel.models import StatelessRequest, StatelessResult
-from carrel.models.bundles import END, MEDIA_TYPE, Part
+from carrel.models.bundles import END, MEDIA_TYPE, BundlePart
 from carrel.models.operations import EXECUTE_BUNDLE, EXECUTE_STATELESS
 
-router = Router(tags=["python"])
+router = GuardedRouter(tags=["python"])
 RETRY_AFTER_S = 1
 CALL_MODEL = StatelessRequest
 """The model of a body that the framework does not see, for the OpenAPI document."""
@@ -82,7 +82,7 @@ async def execute_bundle(plane: Plane, request: Request) -> Response:
         result = await anext(parts)  # what fails until now has a status of its own
     except LimitExceeded as error:
         return _later(error)
-    return Stream(_from(result, parts), media_type=MEDIA_TYPE)
+    return ClosingStream(_from(result, parts), media_type=MEDIA_TYPE)
 
 
 async def _parts(plane: ControlPlane, wanted: StatelessRequest, incoming: Incoming) -> AsyncIterator[bytes]:
@@ -91,7 +91,7 @@ async def _parts(plane: ControlPlane, wanted: StatelessRequest, incoming: Incomi
 
     async with plane.router.running(wanted, put) as (sandbox, result):
         text = as_json(result).body
-        yield Part("result", len(text)).head() + bytes(text)
+        yield BundlePart("result", len(text)).head() + bytes(text)
         async with aclosing(plane.bundles.read(sandbox, result.files_produced)) as produced:  # type: ignore[type-var]
             async for piece in produced:
                 yield piece

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.websockets import WebSocketDisconnect
 
 from carrel.api.gate import SUBPROTOCOL
-from carrel.api.guard import Router, permit
+from carrel.api.guard import GuardedRouter, permit
 from carrel.api.parts import plane_of
 from carrel.api.problems import invalid
 from carrel.control.operations.operations import Operations
@@ -21,7 +21,7 @@ from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import MAX_OUTPUT_BYTES, CommandRequest, TerminalSize
 from carrel.models.operations import OPEN_TERMINAL
 
-router = Router(tags=["terminals"])
+router = GuardedRouter(tags=["terminals"])
 
 _SHELL = "if command -v bash >/dev/null 2>&1; then exec bash -i; else exec sh -i; fi"
 _MAX_TEXT = 4096

@@ -8,15 +8,15 @@ from typing import Annotated
 from fastapi import Path, Query
 from starlette.responses import Response
 
-from carrel.api.guard import Router, who
+from carrel.api.guard import GuardedRouter, who
 from carrel.api.parts import Plane, as_json
 from carrel.control.plane import ControlPlane
 from carrel.errors import NotFound
-from carrel.identity import Grant, Identity, Kind, Scope, Token
+from carrel.identity import Grant, Identity, OwnerKind, Scope, Token
 from carrel.models import IdentityInfo, NewToken, TokenInfo, TokenPage, TokenRequest
 from carrel.models.operations import CREATE_TOKEN, GET_IDENTITY, GET_TOKEN, LIST_TOKENS, REVOKE_TOKEN
 
-router = Router(prefix="/v1/tokens", tags=["tokens"])
+router = GuardedRouter(prefix="/v1/tokens", tags=["tokens"])
 
 TokenId = Annotated[str, Path(min_length=1, max_length=64, description="id of a token")]
 
@@ -54,7 +54,7 @@ async def create_token(body: TokenRequest, plane: Plane) -> Response:
         expires = expires.replace(tzinfo=UTC)
     grant = Grant(
         body.name,
-        Kind(body.kind),
+        OwnerKind(body.kind),
         [Scope(scope) for scope in body.scopes],
         body.namespace,
         body.contexts,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from carrel.api.guard import Router
+from carrel.api.guard import GuardedRouter
 from carrel.api.parts import Plane, SandboxId, as_json
 from carrel.models import ToolRequest, ToolResult
 from carrel.models.operations import TOOL_REQUEST
 
-router = Router(prefix="/v1/sandboxes/{id}", tags=["tools"])
+router = GuardedRouter(prefix="/v1/sandboxes/{id}", tags=["tools"])
 
 
 @router.operation(TOOL_REQUEST, "Call a tool", ToolResult, 404, 409, 413, 422, 429, 502)

@@ -6,15 +6,15 @@
 
 from carrel.audit.keys import SigningKey, public_key
 from carrel.audit.log import AuditLog, Ticket, Unfinished
-from carrel.audit.records import Ending, Entry, chain_of, server_chain
+from carrel.audit.records import AuditEntry, Ending, chain_of, server_chain
 from carrel.audit.search import Filter
 from carrel.audit.verifying import Broken, Verification, verify
 
 __all__ = [
+    "AuditEntry",
     "AuditLog",
     "Broken",
     "Ending",
-    "Entry",
     "Filter",
     "SigningKey",
     "Ticket",

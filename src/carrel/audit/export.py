@@ -21,7 +21,7 @@ from typing import Protocol
 import zstandard
 from blake3 import blake3
 
-from carrel.audit.keys import Head, Headlike, SigningKey
+from carrel.audit.keys import Headlike, SignedHead, SigningKey
 from carrel.errors import Conflict
 
 VERSION = 1
@@ -56,7 +56,7 @@ def line(value: object) -> bytes:
 
 def head_line(head: Headlike) -> bytes:
     """Encode a head as a line."""
-    return line({"head": Head(*head)._asdict()})
+    return line({"head": SignedHead(*head)._asdict()})
 
 
 def end_message(chains: int, records: int, heads: int, digest: str) -> bytes:

@@ -28,7 +28,7 @@ _MAX = 4096
 _HEAD_DOMAIN = b"carrel audit head v1\n"
 
 Headlike = tuple[str, int, str, int, float, str, str]
-"""The fields of a `Head` as the store returns them."""
+"""The fields of a `SignedHead` as the store returns them."""
 
 
 class SigningKey:
@@ -121,7 +121,7 @@ def signed(public: str, signature: str, message: bytes) -> bool:
     return True
 
 
-class Head(NamedTuple):
+class SignedHead(NamedTuple):
     """A signature over a position in a chain. `records` counts the records since the head before, so a missing head
     leaves a gap.
     """
@@ -135,7 +135,7 @@ class Head(NamedTuple):
     signature: str
 
     @classmethod
-    def signed(cls, key: SigningKey, chain: str, seq: int, hash: str, records: int, at: float) -> Head:
+    def signed(cls, key: SigningKey, chain: str, seq: int, hash: str, records: int, at: float) -> SignedHead:
         """Make a head signed by this key."""
         at = round(at, 6)
         return cls(chain, seq, hash, records, at, key.public, key.sign(_message(chain, seq, hash, records, at)))

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from carrel.audit.export import ExportStore, Stored, export
-from carrel.audit.keys import Head, Headlike, SigningKey
-from carrel.audit.plan import Batch, Chain, Hold, Item, Plan, Tip
-from carrel.audit.records import Ending, Entry, arguments_hash, row, server_chain
+from carrel.audit.keys import Headlike, SignedHead, SigningKey
+from carrel.audit.plan import Batch, ChainEnd, Hold, Item, Tip, TransactionPlan
+from carrel.audit.records import AuditEntry, Ending, arguments_hash, row, server_chain
 from carrel.audit.search import Filter, SearchStore, search
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.models import AuditPage
@@ -86,7 +86,7 @@ class Ticket:
 
     __slots__ = ("_ended", "_log", "began", "entry", "seq")
 
-    def __init__(self, log: AuditLog, entry: Entry):
+    def __init__(self, log: AuditLog, entry: AuditEntry):
         self._log = log
         self._ended = False
         self.entry = entry
@@ -130,7 +130,7 @@ class AuditLog:
         self._flush_s = flush_s
         self._clock = clock
         self._queue: deque[Item] = deque()
-        self._chains: Cache[str, Chain] = Cache(_MAX_CHAINS)
+        self._chains: Cache[str, ChainEnd] = Cache(_MAX_CHAINS)
         self._open: dict[str, set[int]] = {}
         self._dirty: dict[str, float] = {}
         self._seal: set[str] = set()
@@ -175,7 +175,7 @@ class AuditLog:
         """Return the hash of the full arguments, keyed with this server's key."""
         return arguments_hash(arguments, self.key.arguments)
 
-    async def begin(self, entry: Entry) -> Ticket:
+    async def begin(self, entry: AuditEntry) -> Ticket:
         """Record that an operation is about to be dispatched. It must not be if this raises `PlatformError`."""
         ticket = Ticket(self, entry)
         item = Item("begin", entry, None, self._clock(), ticket)
@@ -192,7 +192,7 @@ class AuditLog:
             raise
         return ticket
 
-    def record(self, entry: Entry, ending: Ending) -> None:
+    def record(self, entry: AuditEntry, ending: Ending) -> None:
         """Record something that is already over: a refusal, or an action of the server. `flush` waits for it.
 
         `PlatformError` when too many records wait.
@@ -202,7 +202,7 @@ class AuditLog:
     async def flush(self) -> None:
         """Wait until all records so far are written; `PlatformError` when they cannot be."""
         written = asyncio.get_running_loop().create_future()
-        self._put(Item("whole", Entry("", "", "", ""), None, 0.0, written=written), urgent=True)
+        self._put(Item("whole", AuditEntry("", "", "", ""), None, 0.0, written=written), urgent=True)
         await written
 
     async def adopt(self, chain: str) -> list[Unfinished]:
@@ -245,7 +245,7 @@ class AuditLog:
                 holds = [Hold(*each) for each in await self._store.holds(name)]
                 if signed is None or not holds:
                     continue
-                head = Head(*signed)
+                head = SignedHead(*signed)
                 if head.seq >= min(map(self._first_open, holds)):
                     continue
                 mine = all(hold.clean and hold.node == self.node for hold in holds)
@@ -258,7 +258,9 @@ class AuditLog:
                         self._chains.pop(name)
                 removed += count
                 arguments = {"chain": name, "seq": head.seq, "hash": head.hash, "records": count}
-                entry = Entry(server_chain(self.node), by or self.node, "session", "prune_audit", arguments=arguments)
+                entry = AuditEntry(
+                    server_chain(self.node), by or self.node, "session", "prune_audit", arguments=arguments
+                )
                 self.record(entry, Ending())
             after = names[-1]
             await self.flush()
@@ -359,7 +361,7 @@ class AuditLog:
             return
         for _ in range(_ATTEMPTS):
             known = {name: replace(chain) for name in touched if (chain := self._chains.get(name)) is not None}
-            plan = Plan(
+            plan = TransactionPlan(
                 self.key, self.node, known, self._open, items, seal, self._taken, self._head_records, self._clock()
             )
             try:
@@ -373,7 +375,7 @@ class AuditLog:
             return
         raise PlatformError("other servers keep writing to the same chains")
 
-    def _apply(self, plan: Plan, items: list[Item]) -> None:
+    def _apply(self, plan: TransactionPlan, items: list[Item]) -> None:
         for name, chain in plan.chains.items():
             self._chains.put(name, chain)
             self._taken.pop(name, None)
@@ -456,7 +458,7 @@ class AuditLog:
             values = json.loads(body)
             if values["seq"] in mine or values["node"] not in nodes:
                 continue
-            entry = Entry(chain, values["actor"], values["kind"], values["name"], decision=values["decision"])
+            entry = AuditEntry(chain, values["actor"], values["kind"], values["name"], decision=values["decision"])
             self._put(Item("end", entry, UNKNOWN, self._clock(), ref=values["seq"]))
             found.append(Unfinished(chain, values["seq"], values["at"], entry.actor, entry.kind, entry.name))
         self._seal.add(chain)

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from carrel.audit.keys import Head, SigningKey
-from carrel.audit.records import Ending, Entry, Row, Type, genesis, row
+from carrel.audit.keys import SignedHead, SigningKey
+from carrel.audit.records import AuditEntry, Ending, RecordRow, Type, genesis, row
 
 if TYPE_CHECKING:
     from carrel.audit.log import Ticket
@@ -31,7 +31,7 @@ class Hold(NamedTuple):
     clean: bool
 
 
-Batch = tuple[Sequence[Row], Sequence[Head], Sequence[Hold]]
+Batch = tuple[Sequence[RecordRow], Sequence[SignedHead], Sequence[Hold]]
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Item:
     """A record that waits to be written; without a chain, only a caller that waits for the records before it."""
 
     type: Type
-    entry: Entry
+    entry: AuditEntry
     ending: Ending | None
     at: float
     ticket: Ticket | None = None
@@ -48,7 +48,7 @@ class Item:
 
 
 @dataclass(slots=True)
-class Chain:
+class ChainEnd:
     """The known end of a chain. `held`: the database has a hold that is not clean."""
 
     seq: int
@@ -57,7 +57,7 @@ class Chain:
     held: bool = False
 
 
-class Plan:
+class TransactionPlan:
     """One transaction. `build` does the work; the log uses `chains` and `seqs` once it is committed.
 
     `chains` are copies of known chains; `opened` are the open operations of every chain; `taken` are the servers whose
@@ -68,7 +68,7 @@ class Plan:
         self,
         key: SigningKey,
         node: str,
-        chains: dict[str, Chain],
+        chains: dict[str, ChainEnd],
         opened: Mapping[str, Collection[int]],
         items: Sequence[Item],
         seal: Collection[str],
@@ -95,16 +95,16 @@ class Plan:
     def build(self, tips: Mapping[str, Tip]) -> Batch:
         """Return what to write, given the ends of chains that were not known before."""
         for name, (seq, hashed, head_seq) in tips.items():
-            self.chains[name] = Chain(seq, hashed if seq else genesis(name), head_seq)
+            self.chains[name] = ChainEnd(seq, hashed if seq else genesis(name), head_seq)
         rows = [self._row(item) for item in self._items]
-        heads: list[Head] = []
+        heads: list[SignedHead] = []
         holds: list[Hold] = []
         written = {item.entry.chain for item in self._items}
         for name, chain in self.chains.items():
             fresh = chain.seq - chain.head_seq
             signs = fresh > 0 and (name in self._seal or fresh >= self._head_records)
             if signs:
-                heads.append(Head.signed(self._key, name, chain.seq, chain.hash.hex(), fresh, self._now))
+                heads.append(SignedHead.signed(self._key, name, chain.seq, chain.hash.hex(), fresh, self._now))
                 chain.head_seq = chain.seq
             # Written with the first record after a head and with the next head, not in between: after a crash all
             # records from `open_from` on are checked.
@@ -117,7 +117,7 @@ class Plan:
             holds += [Hold(name, node, chain.seq + 1, clean=True) for node in others]
         return rows, heads, holds
 
-    def _row(self, item: Item) -> Row:
+    def _row(self, item: Item) -> RecordRow:
         name = item.entry.chain
         chain, ref = self.chains[name], item.ref
         if item.type == "end" and item.ticket is not None:

@@ -49,7 +49,7 @@ def context_of(chain: str) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class AuditEntry:
     """The known facts of an operation before it is dispatched. The caller has redacted `arguments`; `arguments_hash` is
     of the full ones (`AuditLog.hash_arguments`).
     """
@@ -79,7 +79,7 @@ class Ending:
     arguments: Mapping[str, object] = field(default_factory=dict)
 
 
-class Row(NamedTuple):
+class RecordRow(NamedTuple):
     """A stored record: its bytes (`body`), their hash, and the searchable fields."""
 
     chain: str
@@ -115,7 +115,7 @@ def arguments_hash(arguments: Mapping[str, object], key: bytes) -> str:
 
 def row(
     type: Type,
-    entry: Entry,
+    entry: AuditEntry,
     ending: Ending | None,
     *,
     seq: int,
@@ -123,7 +123,7 @@ def row(
     node: str,
     before: bytes,
     ref: int | None = None,
-) -> Row:
+) -> RecordRow:
     """Make the record of an entry, of its ending, or of both, linked to the record before."""
     actor, kind, name = entry.actor[:MAX_NAME], entry.kind[:MAX_NAME], entry.name[:MAX_NAME]
     # Encoded by hand: this happens twice for every operation, and a JSON encoder takes three times as long.
@@ -140,7 +140,7 @@ def row(
     body += "}"
     result = None if ending is None else ending.result[:MAX_NAME]
     hashed = link(before, body.encode())
-    return Row(entry.chain, seq, at, type, ref, actor, kind, name, entry.decision, result, hashed, body)
+    return RecordRow(entry.chain, seq, at, type, ref, actor, kind, name, entry.decision, result, hashed, body)
 
 
 def _quoted(value: str) -> str:
@@ -160,7 +160,7 @@ def _ended(ending: Ending) -> str:
     return body
 
 
-def _began(entry: Entry) -> str:
+def _began(entry: AuditEntry) -> str:
     body = ""
     for name in _WORDS:
         value = getattr(entry, name)

@@ -16,7 +16,7 @@ import zstandard
 from blake3 import blake3
 
 from carrel.audit.export import VERSION, end_message, head_line, line
-from carrel.audit.keys import Head, signed
+from carrel.audit.keys import SignedHead, signed
 from carrel.audit.records import genesis
 
 MAX_LINE = 1024 * 1024
@@ -27,7 +27,7 @@ _BODY = len(_HASH) + 64 + len(_RECORD)
 _END = b'{"end":'
 _TYPE = re.compile(rb'"at":[-+.\de]+,"type":"(begin|end|whole)","node":"(?:[^"\\]|\\.)*"(?:,"ref":(\d+))?,"actor":')
 _HEX = re.compile(r"[0-9a-f]{64}")
-_HEAD_TYPES = dict(zip(Head._fields, (str, int, str, int, float, str, str), strict=True))
+_HEAD_TYPES = dict(zip(SignedHead._fields, (str, int, str, int, float, str, str), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,13 +299,13 @@ def _object(text: bytes) -> dict[str, object]:
     return values
 
 
-def _head(values: object) -> Head | None:
+def _head(values: object) -> SignedHead | None:
     if not isinstance(values, dict) or values.keys() != _HEAD_TYPES.keys():
         return None
     for name, kind in _HEAD_TYPES.items():
         if type(values[name]) is not kind and not (kind is float and type(values[name]) is int):
             return None
-    return Head(**values) if _HEX.fullmatch(values["hash"]) else None
+    return SignedHead(**values) if _HEX.fullmatch(values["hash"]) else None
 
 
 class _Joined:

@@ -79,12 +79,12 @@ def _log_to_stderr() -> None:
     """Log to stderr without tracebacks; standard output belongs to the protocol."""
     import logging
 
-    class Lines(logging.Formatter):
+    class LogFormatter(logging.Formatter):
         def formatException(self, ei: object) -> str:  # noqa: N802 - logging names it
             return ""
 
     handler = logging.StreamHandler()
-    handler.setFormatter(Lines("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(LogFormatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 

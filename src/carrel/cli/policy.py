@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from carrel.models import Explanation, PolicyInfo
-    from carrel.policy.documents.settings import Settings
+    from carrel.policy.documents.settings import SettingsDocument
     from carrel.policy.documents.sources import Sources
     from carrel.policy.rules.layers import Policy
     from carrel.policy.verdict import Verdict
@@ -249,14 +249,14 @@ def _bytes(file: Path) -> bytes:
         ) from None
 
 
-def _document(file: Path) -> tuple[str, Settings | None, Sources | None]:
+def _document(file: Path) -> tuple[str, SettingsDocument | None, Sources | None]:
     from carrel.policy.documents import documents, settings, sources
 
     value = documents.parse(_bytes(file), file.name)
     keys = set(value) if isinstance(value, dict) else set()
     if keys & set(sources.Sources.model_fields) or (not keys and "sources" in file.name):
         return "sources", None, documents.build(value, sources.Sources, file.name)
-    return "settings", documents.build(value, settings.Settings, file.name), None
+    return "settings", documents.build(value, settings.SettingsDocument, file.name), None
 
 
 def _of_template(template: str | None) -> list[Path]:

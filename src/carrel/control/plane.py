@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 from carrel.audit import AuditLog, SigningKey
 from carrel.config import ApprovalSettings, Settings
 from carrel.control.egress.plans import Plans, read_upstreams
-from carrel.control.egress.service import Egress
+from carrel.control.egress.service import EgressService
 from carrel.control.governance.approval_recovery import recover_approvals
 from carrel.control.governance.approvals import Approvals
 from carrel.control.governance.decisions import ApprovalDecisions
@@ -33,11 +33,11 @@ from carrel.control.python.environment_builds import Builder, shared
 from carrel.control.python.environment_holds import EnvironmentHolds
 from carrel.control.python.environment_use import EnvironmentUse
 from carrel.control.python.environments import Environments
-from carrel.control.python.stateless_pool import Router
+from carrel.control.python.stateless_pool import StatelessPool
 from carrel.control.python.template_packages import TemplatePackages
 from carrel.control.python.tools import Tools
 from carrel.control.secrets.files import SecretFiles
-from carrel.control.secrets.service import Secrets
+from carrel.control.secrets.service import SecretService
 from carrel.control.secrets.values import FRESH_S as SECRETS_FRESH_S
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.attachments import Attachments
@@ -46,7 +46,7 @@ from carrel.control.sessions.leases import Leases, LeaseUpkeep
 from carrel.control.sessions.live import LiveSandboxes, SessionNotes
 from carrel.control.sessions.network_mode import NetworkMode, opens_hosts
 from carrel.control.sessions.recovery import Recovered, recover
-from carrel.control.sessions.retention import Retention
+from carrel.control.sessions.retention import WorkspaceRetention
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.sessions.starting import Starting
 from carrel.control.sessions.templates import Templates
@@ -159,7 +159,7 @@ class ControlPlane:
             layout, driver, snapshot_store, archive, bases, node, metrics, ttl_days=settings.workspace_ttl_days
         )
         plans = Plans(layout.run, upstreams, policies.of_record, values.values_of)
-        self.egress = egress = Egress(
+        self.egress = egress = EgressService(
             layout.run,
             _egress_arguments(settings, layout),
             plans,
@@ -210,7 +210,7 @@ class ControlPlane:
         self.operations = operations = Operations(sessions, admission, values, policies.longest, packages)
         self.policy_changes = changes = PolicyChanges(policies, live, attachments, sessions)
         self.decisions = ApprovalDecisions(approvals, admission, changes, values.clean)
-        self.secrets = Secrets(values, live, attachments)
+        self.secrets = SecretService(values, live, attachments)
         self.snapshots = snapshots = Snapshots(sessions, operations, snapshot_store, workspaces, attachments, notes)
         self.filespaces = Filespaces(
             sessions, operations, filespace_store, files, masks, default_cap=settings.sandbox.disk_mb * MB
@@ -249,11 +249,11 @@ class ControlPlane:
             values.redactor,
             metrics,
         )
-        self.router = Router(settings.router, sessions, operations, own, python, packages, metrics)
+        self.router = StatelessPool(settings.router, sessions, operations, own, python, packages, metrics)
 
         # upkeep
         self.disk = Disk(layout, driver, settings.archive_url)
-        self.retention = Retention(sessions, workspaces, store, audit, ttl_days=settings.workspace_ttl_days)
+        self.retention = WorkspaceRetention(sessions, workspaces, store, audit, ttl_days=settings.workspace_ttl_days)
         self.leasing = LeaseUpkeep(live, store, leases, attachments)
         self.janitor = Janitor(
             sessions, self.leasing, own, snapshots, workspaces, self.retention, store, audit, settings, notes,

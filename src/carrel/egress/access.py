@@ -30,7 +30,7 @@ class Target:
         return f"[{self.host}]:{self.port}" if isinstance(self.literal, IPv6Address) else f"{self.host}:{self.port}"
 
 
-class Refused(Exception):
+class AccessRefused(Exception):
     """A connection or a request was refused. Carries the verdict that the sandbox is shown."""
 
     def __init__(
@@ -71,14 +71,14 @@ class Refused(Exception):
         }
 
 
-class BadRequest(Refused):
+class BadRequest(AccessRefused):
     """A client sent something that is not valid."""
 
     def __init__(self, reason: str, *, status: int = 400, hint: str | None = None):
         super().__init__(reason, code="bad_request", status=status, hint=hint)
 
 
-class BadResponse(Refused):
+class BadResponse(AccessRefused):
     """A server sent something that is not valid."""
 
     def __init__(self, reason: str):
@@ -112,11 +112,11 @@ class Access:
     """Set by the access log, to match the end of an access with its beginning."""
 
 
-class Report(Protocol):
+class AccessRecorder(Protocol):
     """Records accesses. Neither method waits."""
 
     def opened(self, access: Access) -> None:
-        """Record an access that was decided, also a refused one. Raises `Refused` when it cannot be recorded."""
+        """Record an access that was decided, also a refused one. Raises `AccessRefused` when it cannot be recorded."""
 
     def closed(self, access: Access) -> None:
         """Record the end of an access. Called once for every access that was opened."""
@@ -128,7 +128,7 @@ raises: if nobody can be asked, the verdict is to deny.
 """
 Dial = Callable[[Target, Sequence[Address], Access], Awaitable[socket.socket]]
 """Connects to a target at one of its checked addresses, the best first, directly or through an upstream proxy. Sets
-`access.address` and `access.upstream`, returns a non-blocking socket. Raises `Refused` with status 502 or 504.
+`access.address` and `access.upstream`, returns a non-blocking socket. Raises `AccessRefused` with status 502 or 504.
 """
 Resolve = Callable[[str], Awaitable[Sequence[Address]]]
-"""Looks a name up. Raises `Refused` with status 502 when it has no address."""
+"""Looks a name up. Raises `AccessRefused` with status 502 when it has no address."""

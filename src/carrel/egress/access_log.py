@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from carrel.egress.access import Access, Refused
+from carrel.egress.access import Access, AccessRefused
 from carrel.primitives.atomic import draft, write_all
 
 log = logging.getLogger("carrel.egress")
@@ -73,7 +73,7 @@ def item_of(access: Access) -> Item:
 
 
 class AccessLog:
-    """All accesses of one proxy that the control plane has not acknowledged; an `access.Report`."""
+    """All accesses of one proxy that the control plane has not acknowledged; an `access.AccessRecorder`."""
 
     def __init__(self, path: str, *, flush_s: float = FLUSH_S, most: int = MOST_UNWRITTEN):
         """`path`: of the journal. Accesses that a killed proxy left in it are sent too."""
@@ -97,7 +97,7 @@ class AccessLog:
         return len(self._items)
 
     def opened(self, access: Access) -> None:
-        """See `access.Report`."""
+        """See `access.AccessRecorder`."""
         if len(self._items) >= self._most:
             raise _unwritable()
         access.number = next(self._numbers)
@@ -111,7 +111,7 @@ class AccessLog:
         self._put(access.number, item)
 
     def closed(self, access: Access) -> None:
-        """See `access.Report`."""
+        """See `access.AccessRecorder`."""
         if access.number:
             self._put(access.number, item_of(access))
 
@@ -258,8 +258,8 @@ def _line(entry: Any) -> bytes:
     return len(data).to_bytes(_LENGTH, "little") + data
 
 
-def _unwritable() -> Refused:
-    return Refused(
+def _unwritable() -> AccessRefused:
+    return AccessRefused(
         "the access log cannot be written at the moment",
         code="platform_error",
         status=503,

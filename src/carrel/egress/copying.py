@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-from carrel.egress.access import Refused
+from carrel.egress.access import AccessRefused
 from carrel.egress.sockets import IDLE_S, Ended, Undeliverable
 
 SIZE = 256 * 1024
@@ -108,7 +108,7 @@ class _Flow:
                 self._end(None)
         except BlockingIOError:
             return
-        except (OSError, Refused) as error:
+        except (OSError, AccessRefused) as error:
             self._end(error)
 
     def _take(self) -> int:
@@ -168,7 +168,7 @@ class _Flow:
         self._ended(self, error)
 
 
-class _Watch:
+class _FlowWatch:
     """Waits until all flows have ended, one has failed, or no byte has moved for `idle_s`."""
 
     def __init__(self, idle_s: float, *, pass_on: bool):
@@ -227,11 +227,11 @@ async def copy(
     idle_s: float = IDLE_S,
 ) -> None:
     """Copy one way: `most` bytes, or until the source ends. Raises `Ended` when it ends too early, `Undeliverable` when
-    the sink takes no more, `OSError`, `TimeoutError` or, from `count`, `Refused`.
+    the sink takes no more, `OSError`, `TimeoutError` or, from `count`, `AccessRefused`.
     """
     if most == 0:
         return
-    watch = _Watch(idle_s, pass_on=False)
+    watch = _FlowWatch(idle_s, pass_on=False)
     watch.add(source, sink, count, most)
     await watch.wait()
 
@@ -248,7 +248,7 @@ async def tunnel(
 
     Raises as `copy` does.
     """
-    watch = _Watch(idle_s, pass_on=True)
+    watch = _FlowWatch(idle_s, pass_on=True)
     watch.add(client, upstream, sent)
     watch.add(upstream, client, received)
     await watch.wait()

@@ -32,7 +32,7 @@ from carrel.egress.http.inspection import Inspection
 from carrel.egress.index.cache import PackageCache
 from carrel.egress.index.host import host_index, host_proxy
 from carrel.egress.outbound.resolver import Resolver, use_exact_names
-from carrel.egress.process import Egress
+from carrel.egress.process import EgressProxy
 from carrel.errors import CarrelError
 from carrel.isolation import landlock, linux
 from carrel.primitives import libc
@@ -180,7 +180,7 @@ def main(arguments: list[str] | None = None) -> None:
     async def serve(begun: Callable[[], object]) -> None:
         cache = PackageCache(given.cache, most_bytes=given.cache_mb * 1024 * 1024)
         access_log = AccessLog(os.path.join(given.state, "journal"))
-        egress = Egress(cache, access_log, Resolver(given.nameserver), Inspection(roots=roots), proxy=proxy)
+        egress = EgressProxy(cache, access_log, Resolver(given.nameserver), Inspection(roots=roots), proxy=proxy)
         await egress.run(listener, begun)
 
     sys.exit(Keeper(lambda begun: uvloop.run(serve(begun))).run())

@@ -44,7 +44,7 @@ class Upstream:
 
 
 @dataclass(frozen=True, slots=True)
-class Index:
+class PackageIndex:
     """A package index. `url` may hold a user and password; `cert` is a file of certificate authorities, if those of the
     system are not enough.
     """
@@ -65,7 +65,7 @@ class HostRegistry:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EgressPlan:
     """All that the proxy knows of one sandbox."""
 
     sandbox: str
@@ -74,7 +74,7 @@ class Plan:
     injected: tuple[Injected, ...] = ()
     upstreams: tuple[Upstream, ...] = ()
     """The proxies to use, in this order. If there are none, connections are direct."""
-    indexes: tuple[Index, ...] = ()
+    indexes: tuple[PackageIndex, ...] = ()
     """The indexes of the host's own pip, used when the policy names none."""
     authority: str | None = field(default=None, repr=False)
     """The key and certificate, as PEM, that sign the certificates for inspected hosts."""
@@ -99,7 +99,7 @@ class Plan:
         return descriptor
 
     @classmethod
-    def from_memory_file(cls, descriptor: int) -> Plan:
+    def from_memory_file(cls, descriptor: int) -> EgressPlan:
         """Read such a file and close it. Raises `ValueError`, which shows nothing of the plan."""
         with os.fdopen(descriptor, "rb") as file:
             file.seek(0)
@@ -111,5 +111,5 @@ class Plan:
 
 
 @cache
-def _json() -> TypeAdapter[Plan]:
-    return TypeAdapter(Plan)
+def _json() -> TypeAdapter[EgressPlan]:
+    return TypeAdapter(EgressPlan)

@@ -26,7 +26,7 @@ from carrel.egress.listener.gateway import Gateway
 from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.resolver import Resolver
 from carrel.egress.outbound.upstreams import Health, Upstreams
-from carrel.egress.plan import VERSION, Plan
+from carrel.egress.plan import VERSION, EgressPlan
 from carrel.policy.verdict import Verdict
 from carrel.primitives.channel import Channel, ChannelClosed, Message
 
@@ -40,7 +40,7 @@ UNUSED_S = 60.0
 """How long the process waits for a first control plane."""
 
 
-class Egress:
+class EgressProxy:
     """The proxy: all sandboxes of this process."""
 
     def __init__(
@@ -127,7 +127,7 @@ class Egress:
                 self._channel.send({**answer, "seq": message["seq"]})
 
     def _attach(self, message: Message, fds: list[int]) -> None:
-        plan = Plan.from_memory_file(fds.pop(0))
+        plan = EgressPlan.from_memory_file(fds.pop(0))
         known = self._gateways.get(plan.sandbox)
         if known is not None:
             self._replan(known[1], plan)
@@ -152,13 +152,13 @@ class Egress:
         gateway.start()
 
     def _change(self, message: Message, fds: list[int]) -> None:
-        plan = Plan.from_memory_file(fds.pop(0))
+        plan = EgressPlan.from_memory_file(fds.pop(0))
         known = self._gateways.get(plan.sandbox)
         if known is None:
             raise ValueError("it is not attached")
         self._replan(known[1], plan)
 
-    def _replan(self, outbound: Outbound, plan: Plan) -> None:
+    def _replan(self, outbound: Outbound, plan: EgressPlan) -> None:
         self._dialers[plan.sandbox].change(plan.upstreams)
         outbound.change(plan)
 

@@ -44,7 +44,7 @@ class SupervisorModule(Protocol):
     def take_over(self, prepared: object, *, rehearse: bool) -> set[int]:
         """In a new process, make it this process's own; return the descriptors that must stay open."""
 
-    def main(self, facts: sandbox.SandboxFacts, prepared: object) -> None:
+    def main(self, facts: sandbox.SandboxDetails, prepared: object) -> None:
         """Serve a sandbox; never returns."""
 
     def warm(self) -> None:
@@ -145,7 +145,7 @@ class SandboxForker:
         self._workspaces = -1
         self._idmap = False
         self._notifications: Mapping[str, int] = {}
-        self._covers: mask_mounts.Store | None = None
+        self._covers: mask_mounts.CoverFiles | None = None
         self._requests: socket.socket | None = None
         self._forker_pid = 0
 
@@ -160,7 +160,7 @@ class SandboxForker:
             zygote_root.enter(workspaces, root=self._root, shared=shared)
             if not self._root:
                 self._notifications = budgets.sandbox_notifications()
-            self._covers = mask_mounts.Store(sandbox.COVERS, sandbox.BASE)
+            self._covers = mask_mounts.CoverFiles(sandbox.COVERS, sandbox.BASE)
             workspaces = zygote_root.WORKSPACES
         self._workspaces = os.open(workspaces, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._idmap = self._ids is not None and self._can_idmap()
@@ -394,7 +394,7 @@ class SandboxForker:
             listener = socket.socket(fileno=fds[0])
             orders.send(b"ready")
             orders.close()
-            facts = sandbox.SandboxFacts(
+            facts = sandbox.SandboxDetails(
                 spec.id,
                 listener,
                 workspace,

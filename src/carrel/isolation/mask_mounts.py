@@ -24,7 +24,7 @@ from typing import TypeVar
 from carrel.errors import PlatformError
 from carrel.isolation import linux, refusing_program, rootfs
 from carrel.isolation.masks import LONGEST_PATH, Masks, Part, in_memory, split, unpack
-from carrel.isolation.programs import Catalogue, Stamps, is_unchanged
+from carrel.isolation.programs import ProgramCatalogue, Stamps, is_unchanged
 from carrel.primitives.leftovers import remove_leftover
 
 MOST_COVERS = 4096
@@ -48,13 +48,13 @@ class MaskPlan:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _CachedPlan:
     plan: int
     stamps: Stamps
     covers: frozenset[str]
 
 
-class Store:
+class CoverFiles:
     """The covers: small files in memory, created once by the zygote for all sandboxes, which see them read-only.
 
     It also caches the last plans: most sandboxes have the same masks as another one, and finding programs takes longer
@@ -72,7 +72,7 @@ class Store:
         finally:
             os.close(seen)
         self._uses: Counter[str] = Counter()  # how many plans use each cover
-        self._plans: dict[bytes, _Kept] = {}
+        self._plans: dict[bytes, _CachedPlan] = {}
         self._write(_FILE, b"", 0)
         os.mkdir(_DIRECTORY, 0, dir_fd=self._writable)
 
@@ -89,8 +89,8 @@ class Store:
             self._forget(next(iter(self._plans)))
         return kept.plan
 
-    def _find(self, masks: Masks) -> _Kept:
-        catalogue = Catalogue(self._root)
+    def _find(self, masks: Masks) -> _CachedPlan:
+        catalogue = ProgramCatalogue(self._root)
         found = {program: catalogue.find(program) for program in masks.programs}
         names = {program: self._cover(masks.text(program)) for program, paths in found.items() if paths}
         programs = {path: names[program] for program in reversed(found) for path in found[program]}
@@ -98,7 +98,7 @@ class Store:
         plan = in_memory({"programs": programs, "hidden": masks.hidden, **places})
         covers = frozenset(names.values())
         self._uses.update(covers)
-        return _Kept(plan, catalogue.stamps, covers)
+        return _CachedPlan(plan, catalogue.stamps, covers)
 
     def _forget(self, key: bytes) -> None:
         """Drop a plan and its unused covers. Sandboxes keep theirs: a mount outlives the name of the mounted file."""

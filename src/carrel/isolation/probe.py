@@ -36,7 +36,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostFindings:
     """All findings, and the cgroup controllers that can be used."""
 
     findings: tuple[Finding, ...]
@@ -55,17 +55,17 @@ class Host:
 
 
 @cache
-def host() -> Host:
+def host() -> HostFindings:
     run = subprocess.run([sys.executable, "-m", "carrel.isolation.probe"], capture_output=True, timeout=60, check=False)
     try:
         answer = json.loads(run.stdout)
-        return Host(tuple(Finding(**finding) for finding in answer["findings"]), tuple(answer["controllers"]))
+        return HostFindings(tuple(Finding(**finding) for finding in answer["findings"]), tuple(answer["controllers"]))
     except (ValueError, KeyError, TypeError):
         words = run.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
-        return Host((Finding("probe", "missing", words[0], "the host could not be examined"),), ())
+        return HostFindings((Finding("probe", "missing", words[0], "the host could not be examined"),), ())
 
 
-def examine() -> Host:
+def examine() -> HostFindings:
     """Try every feature. This forks, so it must run in a separate process."""
     root = os.geteuid() == 0
     groups = Cgroups.open()
@@ -148,7 +148,7 @@ def examine() -> Host:
             "only microVM providers need it; none is required",
         ),
     ]
-    return Host(tuple(findings), controllers)
+    return HostFindings(tuple(findings), controllers)
 
 
 def _tried(name: str, reason: str | None, why: str, remedy: str) -> Finding:

@@ -21,7 +21,7 @@ Stamps = dict[str, tuple[int, int, int] | None]
 """Directories when they were read: device, inode and change time; None for a directory that did not exist."""
 
 
-class Catalogue:
+class ProgramCatalogue:
     """The programs of one root directory, by default `/`."""
 
     def __init__(self, root: str = "") -> None:

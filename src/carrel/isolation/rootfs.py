@@ -31,7 +31,7 @@ _SECRET = re.compile(rb"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY|://[^/\s:@]{1,200}
 
 
 @dataclass(frozen=True)
-class Directory:
+class EmptyDirectory:
     """An empty directory."""
 
     target: str
@@ -47,7 +47,7 @@ class Symlink:
 
 
 @dataclass(frozen=True)
-class Text:
+class TextFile:
     """A small file made of text."""
 
     target: str
@@ -115,13 +115,13 @@ class Terminals:
 
 
 @dataclass(frozen=True)
-class Workspace:
+class WorkspaceMount:
     """The workspace, given as a detached mount."""
 
     target: str
 
 
-Step = Directory | Symlink | Text | Override | Copy | Bind | Device | Tmpfs | Proc | Terminals | Workspace
+Step = EmptyDirectory | Symlink | TextFile | Override | Copy | Bind | Device | Tmpfs | Proc | Terminals | WorkspaceMount
 Plan = tuple[Step, ...]
 
 _MERGED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
@@ -193,13 +193,19 @@ def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
     """Return the plan of the root that every sandbox shares, with the host's programs and none of its data."""
     at = host.rstrip("/")
     steps: list[Step] = [
-        *(Directory(f"/{name}") for name in ("dev", "dev/pts", "dev/shm", "etc", "home", "home/agent", "mnt", "opt")),
-        *(Directory(f"/{name}") for name in ("proc", "root", "run", "srv", "sys", "tmp", "usr", "var", "workspace")),
-        Directory(SECRETS),
-        Directory(ENVIRONMENTS),
-        Directory("/var/lib"),
-        Directory("/var/cache"),
-        Directory("/var/log"),
+        *(
+            EmptyDirectory(f"/{name}")
+            for name in ("dev", "dev/pts", "dev/shm", "etc", "home", "home/agent", "mnt", "opt")
+        ),
+        *(
+            EmptyDirectory(f"/{name}")
+            for name in ("proc", "root", "run", "srv", "sys", "tmp", "usr", "var", "workspace")
+        ),
+        EmptyDirectory(SECRETS),
+        EmptyDirectory(ENVIRONMENTS),
+        EmptyDirectory("/var/lib"),
+        EmptyDirectory("/var/cache"),
+        EmptyDirectory("/var/log"),
         Symlink("/var/tmp", "/tmp"),
         Symlink("/var/run", "/run"),
         Bind(f"{at}/usr", "/usr"),
@@ -208,38 +214,38 @@ def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
         if points_to is not None:
             steps.append(Symlink(f"/{name}", points_to))
         else:
-            steps += [Directory(f"/{name}"), Bind(f"{at}/{name}", f"/{name}")]
+            steps += [EmptyDirectory(f"/{name}"), Bind(f"{at}/{name}", f"/{name}")]
     steps += [Copy(f"{at}/etc/{name}", f"/etc/{name}") for name in _ETC]
-    steps += [Directory(f"/etc/{name}") for name in ("apt", "apt/apt.conf.d", "apt/auth.conf.d")]
+    steps += [EmptyDirectory(f"/etc/{name}") for name in ("apt", "apt/apt.conf.d", "apt/auth.conf.d")]
     steps += [Copy(f"{at}/etc/apt/{name}", f"/etc/apt/{name}") for name in _ETC_APT]
     steps += [
-        Text("/etc/passwd", PASSWD),
-        Text("/etc/group", GROUP),
-        Text("/etc/hosts", HOSTS),
-        Text("/etc/hostname", "carrel\n"),
-        Text("/etc/nsswitch.conf", NSSWITCH),
-        Text("/etc/resolv.conf", ""),
-        Directory(os.path.dirname(NODE_PRELOAD)),
-        Text(NODE_PRELOAD, _NODE),
-        *(Text(f"{PYTHON}/{name}", text) for name, text in _PYTHON.items()),
-        Text(APT_CONFIG, _APT),
-        Directory(os.path.dirname(CURL_OFFLINE)),
-        *(Directory(folder) for folder in _CURL_TEXTS),
+        TextFile("/etc/passwd", PASSWD),
+        TextFile("/etc/group", GROUP),
+        TextFile("/etc/hosts", HOSTS),
+        TextFile("/etc/hostname", "carrel\n"),
+        TextFile("/etc/nsswitch.conf", NSSWITCH),
+        TextFile("/etc/resolv.conf", ""),
+        EmptyDirectory(os.path.dirname(NODE_PRELOAD)),
+        TextFile(NODE_PRELOAD, _NODE),
+        *(TextFile(f"{PYTHON}/{name}", text) for name, text in _PYTHON.items()),
+        TextFile(APT_CONFIG, _APT),
+        EmptyDirectory(os.path.dirname(CURL_OFFLINE)),
+        *(EmptyDirectory(folder) for folder in _CURL_TEXTS),
         *(
-            Text(f"{folder}/.curlrc", f'write-out = "%{{onerror}}%{{stderr}}carrel: {text}\\n"\n')
+            TextFile(f"{folder}/.curlrc", f'write-out = "%{{onerror}}%{{stderr}}carrel: {text}\\n"\n')
             for folder, text in _CURL_TEXTS.items()
         ),
-        Directory(launchers.PLACE),
-        *(Text(f"{launchers.PLACE}/{name}", text, 0o755) for name, text in launchers.TEXTS.items()),
-        Text(launchers.MAIN_PLACE, launchers.MAIN),
-        Directory(launchers.SHARED_PIP_PLACE),
-        Directory(f"{launchers.SHARED_PIP_PLACE}/pip"),
-        Text(f"{launchers.SHARED_PIP_PLACE}/pip/__init__.py", ""),
-        Text(f"{launchers.SHARED_PIP_PLACE}/pip/__main__.py", launchers.SHARED_PIP),
-        Directory(os.path.dirname(UV)),
-        Text(UV, ""),
-        Directory(os.path.dirname(PIP)),
-        Directory(PIP),
+        EmptyDirectory(launchers.PLACE),
+        *(TextFile(f"{launchers.PLACE}/{name}", text, 0o755) for name, text in launchers.TEXTS.items()),
+        TextFile(launchers.MAIN_PLACE, launchers.MAIN),
+        EmptyDirectory(launchers.SHARED_PIP_PLACE),
+        EmptyDirectory(f"{launchers.SHARED_PIP_PLACE}/pip"),
+        TextFile(f"{launchers.SHARED_PIP_PLACE}/pip/__init__.py", ""),
+        TextFile(f"{launchers.SHARED_PIP_PLACE}/pip/__main__.py", launchers.SHARED_PIP),
+        EmptyDirectory(os.path.dirname(UV)),
+        TextFile(UV, ""),
+        EmptyDirectory(os.path.dirname(PIP)),
+        EmptyDirectory(PIP),
         Symlink("/etc/mtab", "/proc/self/mounts"),
     ]
     steps += [Device(f"/dev/{name}", f"/dev/{name}") for name in _DEVICES]
@@ -271,7 +277,7 @@ def private_plan(memory_mb: int | None, resolver: str = "") -> Plan:
         Tmpfs("/dev/shm", f"{max(8, scratch // 4)}m", 4096, 0o1777, executable=False),
         Tmpfs("/tmp", f"{scratch}m", 65536, 0o1777),
         Tmpfs(HOME, f"{scratch}m", 65536, 0o755),
-        Workspace(WORKSPACE),
+        WorkspaceMount(WORKSPACE),
         *((Override("/etc/resolv.conf", resolver),) if resolver else ()),
     )
 
@@ -300,7 +306,7 @@ def make_read_only(root: str) -> None:
     linux.mount("none", root, None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID)
 
 
-def _directory(step: Directory, target: str, _fd: int, _owner: int | None) -> None:
+def _directory(step: EmptyDirectory, target: str, _fd: int, _owner: int | None) -> None:
     os.makedirs(target, exist_ok=True)
     os.chmod(target, step.mode)
 
@@ -309,7 +315,7 @@ def _symlink(step: Symlink, target: str, _fd: int, _owner: int | None) -> None:
     os.symlink(step.points_to, target)
 
 
-def _text(step: Text, target: str, _fd: int, _owner: int | None) -> None:
+def _text(step: TextFile, target: str, _fd: int, _owner: int | None) -> None:
     with open(target, "w", encoding="utf-8") as file:
         file.write(step.content)
     os.chmod(target, step.mode)
@@ -318,7 +324,7 @@ def _text(step: Text, target: str, _fd: int, _owner: int | None) -> None:
 def _override(step: Override, target: str, _fd: int, _owner: int | None) -> None:
     # The file is in a memory file system of the sandbox, and its name is removed before anything runs there.
     draft = target.removesuffix(step.target) + "/dev/shm/override"
-    _text(Text(draft, step.content), draft, -1, None)
+    _text(TextFile(draft, step.content), draft, -1, None)
     linux.mount(draft, target, None, linux.MS_BIND)
     flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
     linux.mount("none", target, None, flags)
@@ -397,11 +403,11 @@ def _terminals(_step: Terminals, target: str, _fd: int, _owner: int | None) -> N
     )
 
 
-def _workspace(_step: Workspace, target: str, fd: int, _owner: int | None) -> None:
+def _workspace(_step: WorkspaceMount, target: str, fd: int, _owner: int | None) -> None:
     linux.move_mount(fd, target)
 
 
 _STEPS: dict[type[Step], Callable[..., None]] = {
-    Directory: _directory, Symlink: _symlink, Text: _text, Override: _override, Copy: _copy, Bind: _bind,
-    Device: _device, Tmpfs: _tmpfs, Proc: _proc, Terminals: _terminals, Workspace: _workspace,
+    EmptyDirectory: _directory, Symlink: _symlink, TextFile: _text, Override: _override, Copy: _copy, Bind: _bind,
+    Device: _device, Tmpfs: _tmpfs, Proc: _proc, Terminals: _terminals, WorkspaceMount: _workspace,
 }  # fmt: skip

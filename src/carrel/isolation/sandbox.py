@@ -47,7 +47,7 @@ class Spec:
 
 
 @dataclass
-class SandboxFacts:
+class SandboxDetails:
     """The facts about its sandbox that the supervisor gets."""
 
     id: str

@@ -29,7 +29,7 @@ AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7, "i386": 0x40000003, "
 
 
 @dataclass(frozen=True)
-class Check:
+class ArgumentSwitch:
     """A switch on one argument: the decision of the first equal case, else `otherwise`.
 
     Only the low half of the argument is looked at. That is right exactly because the kernel declares every
@@ -43,7 +43,7 @@ class Check:
     mask: int = 0xFFFFFFFF
 
 
-Decision = int | Check
+Decision = int | ArgumentSwitch
 
 
 def refuse(number: int) -> int:
@@ -56,8 +56,10 @@ _ENOTTY = refuse(errno.ENOTTY)
 _EAFNOSUPPORT, _EPROTONOSUPPORT = refuse(errno.EAFNOSUPPORT), refuse(errno.EPROTONOSUPPORT)
 
 
-def _only(argument: int, values: Sequence[int], then: Decision, otherwise: Decision, mask: int = 0xFFFFFFFF) -> Check:
-    return Check(argument, tuple((value, then) for value in values), otherwise, mask)
+def _only(
+    argument: int, values: Sequence[int], then: Decision, otherwise: Decision, mask: int = 0xFFFFFFFF
+) -> ArgumentSwitch:
+    return ArgumentSwitch(argument, tuple((value, then) for value in values), otherwise, mask)
 
 
 # --- policy ---------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ _NETLINK_SOCKET = _only(
 
 _FILE_SYSTEM_REQUEST = _only(1, (_BTRFS,), _only(1, _FILE_CLONES, RET_ALLOW, _ENOTTY), RET_ALLOW, _LETTER)
 
-CHECKED: Mapping[str, Check] = {
+CHECKED: Mapping[str, ArgumentSwitch] = {
     "clone": _only(0, (0,), RET_ALLOW, _EPERM, _CLONE_NEW),
     "fcntl": _only(1, _FILE_COMMANDS, _EPERM, RET_ALLOW),
     "ioctl": _only(1, _TERMINAL_HIJACKS, _EPERM, _FILE_SYSTEM_REQUEST),
@@ -172,7 +174,7 @@ CHECKED: Mapping[str, Check] = {
     "prctl": _only(0, (_PR_SET_MM,), _EPERM, RET_ALLOW),
     "prlimit64": _only(0, (1,), _EPERM, RET_ALLOW),  # the supervisor has the agent's user id
     "setsockopt": _only(1, (socket.SOL_SOCKET,), _only(2, _SOCKET_FILTERS, _EPERM, RET_ALLOW), RET_ALLOW),
-    "socket": Check(
+    "socket": ArgumentSwitch(
         0,
         (
             (socket.AF_UNIX, _UNIX_SOCKET),
@@ -188,11 +190,11 @@ CHECKED: Mapping[str, Check] = {
 # Where no cgroup counts the buffers of sockets, they keep the size that the kernel gives them: setting it does nothing
 # and succeeds, as beyond net.core.wmem_max.
 _BUFFER_SIZES = (socket.SO_SNDBUF, socket.SO_RCVBUF)
-FIXED_BUFFERS: Mapping[str, Check] = {
+FIXED_BUFFERS: Mapping[str, ArgumentSwitch] = {
     "setsockopt": _only(
         1,
         (socket.SOL_SOCKET,),
-        Check(
+        ArgumentSwitch(
             2,
             (*((option, _EPERM) for option in _SOCKET_FILTERS), *((option, refuse(0)) for option in _BUFFER_SIZES)),
             RET_ALLOW,
@@ -205,7 +207,7 @@ FIXED_BUFFERS: Mapping[str, Check] = {
 _SKIPPED_BY_TRACER = 0xFFFFFFFF
 
 
-def decision(name: str, more: Mapping[str, Check] = MappingProxyType({})) -> Decision:
+def decision(name: str, more: Mapping[str, ArgumentSwitch] = MappingProxyType({})) -> Decision:
     """Return the decision for the call of this name; `more` checks come first. Unknown calls get ENOSYS."""
     if name in more:
         return more[name]
@@ -252,7 +254,7 @@ class _Assembler:
     def decide(self, wanted: Decision) -> int:
         known = self._places.get(wanted)
         # A far return costs as much as the jump to it would, a far check does not.
-        if known is not None and (isinstance(wanted, Check) or len(self._code) - known < _REACH):
+        if known is not None and (isinstance(wanted, ArgumentSwitch) or len(self._code) - known < _REACH):
             return known
         if isinstance(wanted, int):
             place = self._put(_RET, wanted)
@@ -286,7 +288,7 @@ class _Assembler:
         return b"".join(_INSTRUCTION.pack(*one) for one in reversed(self._code))
 
 
-def _ranges(table: Mapping[str, int], more: Mapping[str, Check]) -> list[tuple[int, Decision]]:
+def _ranges(table: Mapping[str, int], more: Mapping[str, ArgumentSwitch]) -> list[tuple[int, Decision]]:
     by_number: dict[int, Decision] = {number: decision(name, more) for name, number in table.items()}
     by_number[_SKIPPED_BY_TRACER] = RET_ALLOW
     found: list[tuple[int, Decision]] = [(0, by_number.get(0, _ENOSYS))]
@@ -297,7 +299,7 @@ def _ranges(table: Mapping[str, int], more: Mapping[str, Check]) -> list[tuple[i
     return found
 
 
-def build(arch: str | None = None, more: Mapping[str, Check] = MappingProxyType({})) -> bytes:
+def build(arch: str | None = None, more: Mapping[str, ArgumentSwitch] = MappingProxyType({})) -> bytes:
     """Return the filter program (an array of struct sock_filter) for an architecture, by default this machine's.
 
     `more` are checks that replace the usual ones, such as `FIXED_BUFFERS`.

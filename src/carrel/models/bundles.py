@@ -25,7 +25,7 @@ PartKind = Literal["file", "request", "result", "problem"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BundlePart:
     """The head of a part: a file, or JSON with the request, the result, or the problem in the place of a file."""
 
     kind: PartKind
@@ -51,7 +51,7 @@ class Unbundling:
         self._parts = 0
         self.ended = False
 
-    def feed(self, data: bytes) -> Iterator[Part | bytes]:
+    def feed(self, data: bytes) -> Iterator[BundlePart | bytes]:
         """Yield the parts in these bytes, and after each part the pieces of its content. Raises `InvalidRequest`."""
         self._held += data
         while self._held:
@@ -88,7 +88,7 @@ class Unbundling:
             raise _wrong("it ends in the middle")
 
 
-def _part(head: bytes) -> Part:
+def _part(head: bytes) -> BundlePart:
     try:
         value = json.loads(head)
         kind, size, path, mode = value["kind"], value["size"], value.get("path", ""), value.get("mode")
@@ -100,7 +100,7 @@ def _part(head: bytes) -> Part:
         raise _wrong("a head has an invalid size")
     if mode is not None and (type(mode) is not int or not 0 <= mode <= 0o777):
         raise _wrong("a head has an invalid mode")
-    return Part(kind, size, path, mode)
+    return BundlePart(kind, size, path, mode)
 
 
 def _wrong(why: str) -> InvalidRequest:

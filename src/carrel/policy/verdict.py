@@ -26,7 +26,7 @@ class Verdict:
     source: str | None = None
     hint: str | None = None
     approval: str | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[VerdictPart, ...] = ()
 
     @property
     def allows(self) -> bool:
@@ -50,7 +50,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class VerdictPart:
     """One thing that an operation would do, and the verdict on it. `via` names the commands that run it."""
 
     kind: Kind

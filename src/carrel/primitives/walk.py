@@ -214,7 +214,7 @@ class Level:
     waiting: list[str]
 
 
-class Chain:
+class OpenDirectories:
     """The directories from the root of a tree down to the current one. Only the first ones and the last stay open.
 
     Going down or up costs one call, however deep the tree is. `open_directory` opens a name in a directory.
@@ -309,7 +309,7 @@ class Visited:
     info: os.stat_result
     entries: list[tuple[str, os.stat_result]]
     path_bytes: int
-    _chain: Chain
+    _chain: OpenDirectories
 
     @property
     def path(self) -> str:
@@ -322,7 +322,7 @@ def visit(root: int) -> Iterator[Visited]:
 
     Memory and time are proportional to the number of entries, however deep the tree is.
     """
-    chain = Chain(root, _open_directory)
+    chain = OpenDirectories(root, _open_directory)
     levels = chain.levels
     info: os.stat_result | None = os.fstat(root)
     try:

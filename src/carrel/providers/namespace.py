@@ -46,7 +46,7 @@ class NamespaceProvider(ZygoteProvider):
         self._bridges = Bridges()
 
     @cached_property
-    def _host(self) -> probe.Host:
+    def _host(self) -> probe.HostFindings:
         return probe.host()
 
     def missing(self) -> str | None:

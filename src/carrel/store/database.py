@@ -63,7 +63,7 @@ class Occupied(Exception):
     """The database cannot be written without waiting; `write` waits."""
 
 
-class _Runner(Protocol):
+class _StatementRunner(Protocol):
     failures: tuple[type[Exception], ...]
     """Exceptions of the driver that SQLAlchemy does not wrap, raised when the database cannot be used."""
 
@@ -156,7 +156,7 @@ def _run(engine: Engine, query: Query[T]) -> T:
 class Database:
     """Runs queries: `read` and `write` take a function of a connection, each call is one transaction."""
 
-    def __init__(self, runner: _Runner, name: str, field: str):
+    def __init__(self, runner: _StatementRunner, name: str, field: str):
         self._runner = runner
         self._name = name
         self._field = field
@@ -180,7 +180,7 @@ class Database:
         return await cls._opened(lambda: Postgres(where), f"the PostgreSQL database on {host}", "database")
 
     @classmethod
-    async def _opened(cls, make: Callable[[], _Runner], name: str, field: str) -> Database:
+    async def _opened(cls, make: Callable[[], _StatementRunner], name: str, field: str) -> Database:
         with _driver_errors(name, field):
             database = cls(make(), name, field)
         try:

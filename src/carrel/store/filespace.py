@@ -60,7 +60,7 @@ class FilespaceMark:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredChanges:
     """The result of storing changes: the new entries, and the newest version before and after."""
 
     entries: list[FilespaceEntry]
@@ -90,7 +90,7 @@ class FilespaceStore:
 
     async def put(
         self, context_id: str, changes: Iterable[FilespaceChange], mark: FilespaceMark | None = None
-    ) -> Stored:
+    ) -> StoredChanges:
         """Store changes in one transaction, with the database's time; the time of a path never decreases.
 
         Of two changes of one path the last counts. Deleting a missing file does nothing. Versions grow in the order of
@@ -222,12 +222,12 @@ def _put(
     wanted: dict[str, FilespaceChange],
     mark: FilespaceMark | None,
     clock: ColumnElement[float],
-) -> Stored:
+) -> StoredChanges:
     _lock(connection, context_id)
     query = select(func.coalesce(func.max(entries.c.version), 0)).where(entries.c.context_id == context_id)
     before = version = int(connection.execute(query).scalar_one())
     if not wanted and mark is None:
-        return Stored([], before, before)
+        return StoredChanges([], before, before)
     written = [path for path, change in wanted.items() if change.hash is not None]
     for above in {parent for path in written for parent in _parents(path)}:
         wanted.pop(above, None)
@@ -254,7 +254,7 @@ def _put(
         version += 1
         marks.append(FilespaceEntry(context_id, mark.path, mark.hash, mark.size, 0, now, True, version))
     _write(connection, context_id, [*stored, *marks], known)
-    return Stored(stored, before, version)
+    return StoredChanges(stored, before, version)
 
 
 def _write(

@@ -46,7 +46,7 @@ class TokenRecord(NamedTuple):
     used_at: float | None = None
 
 
-class _Found(NamedTuple):
+class _FoundToken(NamedTuple):
     """The result of a lookup."""
 
     record: TokenRecord | None
@@ -64,7 +64,7 @@ class TokenStore:
 
     def __init__(self, database: Database):
         self._database = database
-        self._wanted: dict[str, asyncio.Future[_Found | None]] = {}
+        self._wanted: dict[str, asyncio.Future[_FoundToken | None]] = {}
         self._looking = asyncio.Lock()
         self._next_batch = 0.0
 
@@ -85,7 +85,7 @@ class TokenStore:
         second. So made-up tokens cannot overload the database, and a real token among thousands of them waits for a few
         batches at most.
         """
-        found: _Found | None = None
+        found: _FoundToken | None = None
         while found is None:
             wanted = self._wanted.get(hash)
             if wanted is None:
@@ -106,15 +106,15 @@ class TokenStore:
             # A later caller waits for the next batch: a token may be revoked after this query has read it.
             del self._wanted[key]
         self._next_batch = loop.time() + BATCH_PAUSE_S
-        outcome: dict[str, _Found] | None = None
+        outcome: dict[str, _FoundToken] | None = None
         try:
             records = await self._database.all(select(tokens).where(tokens.c.hash.in_(batch)), _record)
-            outcome = {record.hash: _Found(record) for record in records}
+            outcome = {record.hash: _FoundToken(record) for record in records}
         except Exception as error:
-            outcome = dict.fromkeys(batch, _Found(None, error))
+            outcome = dict.fromkeys(batch, _FoundToken(None, error))
         finally:  # when the caller that runs this batch is cancelled, the others ask again
             for key, waiting in batch.items():
-                waiting.set_result(None if outcome is None else outcome.get(key, _Found(None)))
+                waiting.set_result(None if outcome is None else outcome.get(key, _FoundToken(None)))
 
     async def get(self, token_id: str) -> TokenRecord | None:
         """Return the token with this id."""

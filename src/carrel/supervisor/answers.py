@@ -6,7 +6,7 @@ import base64
 import json
 from collections.abc import AsyncIterator
 
-from carrel.supervisor.command import Command, exit_of
+from carrel.supervisor.command import SupervisedCommand, exit_of
 from carrel.supervisor.http import Json
 from carrel.supervisor.output import END
 from carrel.supervisor.python.cell import Cell
@@ -14,7 +14,7 @@ from carrel.supervisor.python.cell import Cell
 FRAME = 256 * 1024
 
 
-def result_of(command: Command) -> Json:
+def result_of(command: SupervisedCommand) -> Json:
     code, name = exit_of(command.status)
     result: Json = {
         "id": command.id,
@@ -34,7 +34,7 @@ def result_of(command: Command) -> Json:
     return result
 
 
-async def frames_of(source: Command | Cell, offset: int, *, follow: bool) -> AsyncIterator[bytes]:
+async def frames_of(source: SupervisedCommand | Cell, offset: int, *, follow: bool) -> AsyncIterator[bytes]:
     """Yield the output from an offset on as frames. The last frame has the info object."""
     output = source.output
     while True:

@@ -20,13 +20,13 @@ from typing import Protocol
 from carrel.errors import InvalidRequest, Unsupported
 from carrel.supervisor import command_input, environment
 from carrel.supervisor.answers import frames_of, result_of
-from carrel.supervisor.command import Command, Order
+from carrel.supervisor.command import Order, SupervisedCommand
 from carrel.supervisor.commands import CAPACITY, OUTPUT_BUDGET, Commands
 from carrel.supervisor.files import Files
-from carrel.supervisor.http import Connection, Json, Request, Response, Router, json_response
-from carrel.supervisor.load import Load, measure
+from carrel.supervisor.http import HttpConnection, HttpRequest, HttpResponse, HttpRouter, Json, json_response
+from carrel.supervisor.load import SandboxLoad, measure
 from carrel.supervisor.loop import InheritedLoop
-from carrel.supervisor.mcp_servers import McpServers
+from carrel.supervisor.mcp_servers import McpServerRoutes
 from carrel.supervisor.no_network import refuse_all
 from carrel.supervisor.produced import ProducedFiles
 from carrel.supervisor.python.calls import Python, put_files
@@ -34,7 +34,7 @@ from carrel.supervisor.python.cells import CodeContexts
 from carrel.supervisor.reaper import kill_below
 from carrel.supervisor.reset import PLACES, Reset
 from carrel.supervisor.runs import Runs
-from carrel.supervisor.secrets import Secrets
+from carrel.supervisor.secrets import SandboxSecrets
 
 _DEFAULT_LIMIT, _MAX_LIMIT = 10 * 1024 * 1024, 100 * 1024 * 1024
 ROUNDS = 8
@@ -43,7 +43,7 @@ _OWN_ID = re.compile(r"k[A-Za-z0-9_-]{7,63}")
 
 
 class SandboxFacts(Protocol):
-    """The facts about its sandbox that the supervisor gets (see `carrel.isolation.sandbox.SandboxFacts`)."""
+    """The facts about its sandbox that the supervisor gets (see `carrel.isolation.sandbox.SandboxDetails`)."""
 
     listener: socket.socket
     workspace: str
@@ -70,8 +70,8 @@ class Supervisor:
         self.produced = ProducedFiles(self.files)
         self.python = Python(self.commands, self.files, self.produced, self._order, self._release)
         self.contexts = CodeContexts(self.commands, self.python, self._release)
-        self._secrets = Secrets()
-        self._mcp_servers = McpServers(self.commands, self._order, self._release)
+        self._secrets = SandboxSecrets()
+        self._mcp_servers = McpServerRoutes(self.commands, self._order, self._release)
         self._reset = Reset(self.commands, self.contexts, self.python, self._load)
         self._started = time.monotonic()
         self._directory = -1
@@ -79,7 +79,7 @@ class Supervisor:
         self._venv = False
         self._memory_places: tuple[str, ...] = ()
         runs = Runs()
-        self.router = Router(runs.begin)
+        self.router = HttpRouter(runs.begin)
         for method, pattern, handler in (
             ("GET", "/health", self._health),
             ("POST", "/execute", self._execute),
@@ -176,7 +176,7 @@ class Supervisor:
             id=name,
         )
 
-    async def _begin(self, body: Json) -> Command:
+    async def _begin(self, body: Json) -> SupervisedCommand:
         await self.commands.make_room()
         order = self._order(body)
         try:
@@ -188,57 +188,57 @@ class Supervisor:
         if order.directory != self._directory:
             os.close(order.directory)
 
-    async def _start(self, request: Request) -> Response:
+    async def _start(self, request: HttpRequest) -> HttpResponse:
         command = await self._begin(await request.json())
         if not request.flag("wait"):
             return json_response(command.info(), 201)
         return await self._wait(command)
 
-    async def _wait(self, command: Command) -> Response:
+    async def _wait(self, command: SupervisedCommand) -> HttpResponse:
         await asyncio.shield(command.finished)
         return json_response(result_of(command))
 
-    async def _list(self, _request: Request) -> Response:
+    async def _list(self, _request: HttpRequest) -> HttpResponse:
         return json_response({"items": [command.info() for command in self.commands.all()]})
 
-    async def _info(self, request: Request) -> Response:
+    async def _info(self, request: HttpRequest) -> HttpResponse:
         return json_response(self.commands.get(request.args[0]).info())
 
-    async def _result(self, request: Request) -> Response:
+    async def _result(self, request: HttpRequest) -> HttpResponse:
         return await self._wait(self.commands.get(request.args[0]))
 
-    async def _output(self, request: Request) -> Response:
+    async def _output(self, request: HttpRequest) -> HttpResponse:
         command = self.commands.get(request.args[0])
         stream = frames_of(command, request.number("offset", 0), follow=request.flag("follow"))
-        return Response(stream=stream, content_type=b"application/x-carrel-frames")
+        return HttpResponse(stream=stream, content_type=b"application/x-carrel-frames")
 
-    async def _stdin(self, request: Request) -> Response:
+    async def _stdin(self, request: HttpRequest) -> HttpResponse:
         command = self.commands.get(request.args[0])
         async with command.input_lock:
             async for chunk in request.chunks():
                 await command_input.send(command, chunk)
             if request.flag("close"):
                 command_input.close_stdin(command, asyncio.get_running_loop())
-        return Response(204)
+        return HttpResponse(204)
 
-    async def _signal(self, request: Request) -> Response:
+    async def _signal(self, request: HttpRequest) -> HttpResponse:
         command = self.commands.get(request.args[0])
         body = await request.json()
         await command.begun.wait()
         self.commands.signal(command, str(body.get("signal", "TERM")), tree=bool(body.get("tree")))
-        return Response(204)
+        return HttpResponse(204)
 
-    async def _resize(self, request: Request) -> Response:
+    async def _resize(self, request: HttpRequest) -> HttpResponse:
         command_input.resize(self.commands.get(request.args[0]), *_size(await request.json()))
-        return Response(204)
+        return HttpResponse(204)
 
-    async def _forget(self, request: Request) -> Response:
+    async def _forget(self, request: HttpRequest) -> HttpResponse:
         self.commands.forget(self.commands.get(request.args[0]))
-        return Response(204)
+        return HttpResponse(204)
 
     # the rest
 
-    async def _health(self, _request: Request) -> Response:
+    async def _health(self, _request: HttpRequest) -> HttpResponse:
         if self._directory < 0:  # a rehearsal, before there is a sandbox
             return json_response({"status": "ok"})
         running, load = self.commands.running + self.contexts.busy, self._load()
@@ -256,10 +256,10 @@ class Supervisor:
             }
         )
 
-    def _load(self) -> Load:
+    def _load(self) -> SandboxLoad:
         return measure(os.getpid(), self._memory_places)
 
-    async def _execute(self, request: Request) -> Response:
+    async def _execute(self, request: HttpRequest) -> HttpResponse:
         body = await request.json()
         language = body.get("language", "shell")
         if language not in {"shell", "python"}:
@@ -346,10 +346,10 @@ def take_over(prepared: object, *, rehearse: bool) -> set[int]:
     return kept
 
 
-def _rehearse(loop: asyncio.AbstractEventLoop, router: Router) -> None:
+def _rehearse(loop: asyncio.AbstractEventLoop, router: HttpRouter) -> None:
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
-    loop.run_until_complete(loop.connect_accepted_socket(lambda: Connection(router, set()), theirs))
+    loop.run_until_complete(loop.connect_accepted_socket(lambda: HttpConnection(router, set()), theirs))
     ours.send(b"GET /health HTTP/1.1\r\n\r\n")
     loop.run_until_complete(loop.sock_recv(ours, 4096))
     ours.close()
@@ -368,7 +368,7 @@ def _serve(facts: SandboxFacts, prepared: Prepared, connections: set[asyncio.Tas
     supervisor.configure(loop, facts)
     facts.listener.setblocking(False)
     loop.run_until_complete(
-        loop.create_unix_server(lambda: Connection(supervisor.router, connections), sock=facts.listener)
+        loop.create_unix_server(lambda: HttpConnection(supervisor.router, connections), sock=facts.listener)
     )
     if facts.refusing is not None:
         loop.run_until_complete(refuse_all(facts.refusing))

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from carrel.errors import InvalidRequest
-from carrel.supervisor.output import Output
+from carrel.supervisor.output import CommandOutput
 from carrel.supervisor.reaper import Reaper
 
 
@@ -31,12 +31,12 @@ class Order:
 
 
 @dataclass(eq=False)
-class Command:
+class SupervisedCommand:
     """A command, from its start until it is forgotten."""
 
     id: str
     order: Order
-    output: Output
+    output: CommandOutput
     started_at: datetime
     started: float
     finished: asyncio.Future[None]

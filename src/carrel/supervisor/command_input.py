@@ -9,10 +9,10 @@ import struct
 import termios
 
 from carrel.errors import InvalidRequest, NotRunning
-from carrel.supervisor.command import Command
+from carrel.supervisor.command import SupervisedCommand
 
 
-async def send(command: Command, data: bytes) -> None:
+async def send(command: SupervisedCommand, data: bytes) -> None:
     """Write to standard input or to the terminal, and wait while the program does not read."""
     descriptor = command.terminal_fd if command.order.terminal else command.stdin_fd
     if not command.running:
@@ -34,7 +34,7 @@ async def send(command: Command, data: bytes) -> None:
             raise NotRunning(f"command {command.id} no longer reads its input") from None
 
 
-async def _writable(command: Command, descriptor: int) -> None:
+async def _writable(command: SupervisedCommand, descriptor: int) -> None:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
     loop.add_writer(descriptor, lambda: None if ready.done() else ready.set_result(None))
@@ -45,7 +45,7 @@ async def _writable(command: Command, descriptor: int) -> None:
             loop.remove_writer(descriptor)
 
 
-def close_stdin(command: Command, loop: asyncio.AbstractEventLoop) -> None:
+def close_stdin(command: SupervisedCommand, loop: asyncio.AbstractEventLoop) -> None:
     """Close standard input, so that the program sees its end."""
     if command.stdin_fd >= 0:
         loop.remove_writer(command.stdin_fd)  # the number of the descriptor may be used again soon
@@ -53,7 +53,7 @@ def close_stdin(command: Command, loop: asyncio.AbstractEventLoop) -> None:
         command.stdin_fd = -1
 
 
-def resize(command: Command, rows: int, cols: int) -> None:
+def resize(command: SupervisedCommand, rows: int, cols: int) -> None:
     """Set the size of a terminal. The programs in it get SIGWINCH."""
     if command.order.terminal is None:
         raise InvalidRequest(f"command {command.id} has no terminal", field="terminal")

@@ -17,11 +17,11 @@ from datetime import UTC, datetime
 from carrel.errors import AlreadyExists, LimitExceeded, NotFound, NotRunning
 from carrel.primitives.backoff import Backoff
 from carrel.supervisor import command_input
-from carrel.supervisor.command import Command, Order, signal_number
-from carrel.supervisor.output import STDERR, STDOUT, Budget, Output, read_some
+from carrel.supervisor.command import Order, SupervisedCommand, signal_number
+from carrel.supervisor.output import STDERR, STDOUT, ByteBudget, CommandOutput, read_some
 from carrel.supervisor.reaper import (
     OOM_SCORE_OF_COMMANDS,
-    Program,
+    ProgramStart,
     Reaper,
     Runner,
     Stdio,
@@ -52,16 +52,16 @@ class Commands:
 
     def __init__(self) -> None:
         self.oom_score_fd = -1
-        self._budget = Budget(0)
-        self._commands: dict[str, Command] = {}
+        self._budget = ByteBudget(0)
+        self._commands: dict[str, SupervisedCommand] = {}
         self._count = 0
         self._pid = 0
-        self._direct: Command | None = None  # runs with the supervisor itself as its reaper
-        self._last_direct: Command | None = None  # may have left processes below the supervisor
-        self._by_pid: dict[int, Command] = {}
+        self._direct: SupervisedCommand | None = None  # runs with the supervisor itself as its reaper
+        self._last_direct: SupervisedCommand | None = None  # may have left processes below the supervisor
+        self._by_pid: dict[int, SupervisedCommand] = {}
         self._runners: dict[int, Reaper] = {}
         self._idle: list[Reaper] = []
-        self._hosting: dict[Reaper, Command] = {}
+        self._hosting: dict[Reaper, SupervisedCommand] = {}
         self._rest: asyncio.TimerHandle | None = None
         self._null = -1
         self._sweeps = 0  # while one is running, nothing may be started directly below the supervisor
@@ -75,7 +75,7 @@ class Commands:
         """Take charge of a sandbox: its loop, its PID and its descriptors are known only now."""
         self._loop = loop
         self.oom_score_fd = oom_score_fd
-        self._budget = Budget(budget)
+        self._budget = ByteBudget(budget)
         self._pid = os.getpid()
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
 
@@ -92,11 +92,11 @@ class Commands:
         """Whether processes of commands that have ended still run."""
         return bool(self._hosting or self._sweeps) or self._leftovers()
 
-    def all(self) -> list[Command]:
+    def all(self) -> list[SupervisedCommand]:
         """Return the remembered commands, oldest first."""
         return list(self._commands.values())
 
-    def get(self, name: str) -> Command:
+    def get(self, name: str) -> SupervisedCommand:
         try:
             return self._commands[name]
         except KeyError:
@@ -120,7 +120,7 @@ class Commands:
         """
         if not self._crowded():
             return
-        doomed: list[Command] = []
+        doomed: list[SupervisedCommand] = []
         try:
             async with asyncio.timeout(ROOM_S):
                 while any(command.killing for command in doomed) or (doomed := self._ended_hosts()):
@@ -139,7 +139,7 @@ class Commands:
         total, *left = tasks_below((self._pid, ()), *roots)
         return total > limit * 3 // 4 and sum(left) > total // 2
 
-    def _ended_hosts(self) -> list[Command]:
+    def _ended_hosts(self) -> list[SupervisedCommand]:
         """Return the commands that have ended and may have left processes behind."""
         found = [command for command in self._hosting.values() if not command.running]
         direct = self._last_direct
@@ -147,23 +147,23 @@ class Commands:
             found.append(direct)
         return found
 
-    def start(self, order: Order) -> Command:
+    def start(self, order: Order) -> SupervisedCommand:
         """Start a command. A program that cannot be found or executed is a result (127, 126), as in a shell."""
         argv = ["/bin/sh", "-c", order.command] if isinstance(order.command, str) else list(order.command)
         program = find_program(argv[0], order.env.get("PATH", ""), order.directory)
 
-        def launch(command: Command, stdio: Stdio | None) -> None:
+        def launch(command: SupervisedCommand, stdio: Stdio | None) -> None:
             if program is None:
                 raise FileNotFoundError(errno.ENOENT, "")
             terminal = os.ttyname(command.slave_fd) if order.terminal else None
-            self._launch(command, Program((program, *argv[1:]), order.env, stdio, terminal))
+            self._launch(command, ProgramStart((program, *argv[1:]), order.env, stdio, terminal))
 
         return self._begin(order, argv[0], launch)
 
-    def start_on(self, order: Order, reaper: Reaper, hand_over: Callable[[Stdio], None]) -> Command:
+    def start_on(self, order: Order, reaper: Reaper, hand_over: Callable[[Stdio], None]) -> SupervisedCommand:
         """Start a command in a process that waits below an adopted reaper; `hand_over` gives the work to it."""
 
-        def launch(command: Command, stdio: Stdio | None) -> None:
+        def launch(command: SupervisedCommand, stdio: Stdio | None) -> None:
             assert stdio is not None
             command.runner = reaper
             self._hosting[reaper] = command
@@ -176,13 +176,15 @@ class Commands:
 
         return self._begin(order, str(order.command[0]), launch)
 
-    def _begin(self, order: Order, name: str, launch: Callable[[Command, Stdio | None], None]) -> Command:
+    def _begin(
+        self, order: Order, name: str, launch: Callable[[SupervisedCommand, Stdio | None], None]
+    ) -> SupervisedCommand:
         self.require_new(order.id)
         if self.running >= CAPACITY:
             why = f"{CAPACITY} commands run in this sandbox already"
             raise LimitExceeded(why, hint="wait for one to end, or end one")
         self._count += 1
-        command = Command(
+        command = SupervisedCommand(
             id=order.id or f"c{self._count}",
             order=order,
             output=self.new_output(order.output_limit),
@@ -204,11 +206,11 @@ class Commands:
             command.deadline = self._loop.call_later(order.timeout, self._expire, command)
         return command
 
-    def new_output(self, limit: int) -> Output:
+    def new_output(self, limit: int) -> CommandOutput:
         """Create an output that shares the budget of the commands."""
-        return Output(limit, self._budget)
+        return CommandOutput(limit, self._budget)
 
-    def _plumb(self, command: Command, theirs: list[int]) -> Stdio | None:
+    def _plumb(self, command: SupervisedCommand, theirs: list[int]) -> Stdio | None:
         order = command.order
         if order.terminal is not None:
             command.terminal_fd, command.slave_fd = os.openpty()
@@ -234,7 +236,7 @@ class Commands:
             ends.append(write_end)
         return given, ends[0], ends[1]
 
-    def _launch(self, command: Command, program: Program) -> None:
+    def _launch(self, command: SupervisedCommand, program: ProgramStart) -> None:
         # The kernel's list of children can be incomplete while some of them end, so a command being killed counts.
         ending = self._last_direct is not None and self._last_direct.killing
         if self._direct is None and not self._sweeps and not ending and not self._leftovers():
@@ -250,7 +252,7 @@ class Commands:
         self._hosting[runner] = command
         runner.start(program, command.order.directory)
 
-    def spawn(self, program: Program, directory: int) -> int:
+    def spawn(self, program: ProgramStart, directory: int) -> int:
         """Start a program with an OOM score that lets the kernel kill it before the supervisor."""
         os.pwrite(self.oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
         try:
@@ -279,7 +281,7 @@ class Commands:
         except OSError:
             return True  # unknown: then a runner is used, which is always correct
 
-    def _never_started(self, command: Command, code: int, name: str) -> None:
+    def _never_started(self, command: SupervisedCommand, code: int, name: str) -> None:
         words = f"carrel: {name}: {'command not found' if code == errno.ENOENT else os.strerror(code)}\n"
         command.output.add(STDERR, words.encode(errors="surrogateescape"))
         command.close_slave()
@@ -287,11 +289,11 @@ class Commands:
 
     # output
 
-    def _read_from(self, command: Command, descriptor: int, stream: int) -> None:
+    def _read_from(self, command: SupervisedCommand, descriptor: int, stream: int) -> None:
         command.readers[descriptor] = stream
         self._loop.add_reader(descriptor, self._read, command, descriptor)
 
-    def _read(self, command: Command, descriptor: int) -> int:
+    def _read(self, command: SupervisedCommand, descriptor: int) -> int:
         data = read_some(descriptor, READ_SIZE)
         if data is None:
             return 0
@@ -301,7 +303,7 @@ class Commands:
             self._stop_reading(command, descriptor)
         return len(data)
 
-    def _stop_reading(self, command: Command, descriptor: int) -> None:
+    def _stop_reading(self, command: SupervisedCommand, descriptor: int) -> None:
         if command.readers.pop(descriptor, None) is not None:
             self._loop.remove_reader(descriptor)
             if descriptor != command.terminal_fd:
@@ -325,7 +327,7 @@ class Commands:
                 if self._runners.get(pid) is reaper:
                     reaper.on_event(reaper, "dead", 0)  # another object may handle its events
 
-    def _finish(self, command: Command, status: int) -> None:
+    def _finish(self, command: SupervisedCommand, status: int) -> None:
         if not command.running:
             return
         # The last output of the command is still in the pipes. Processes that it left behind must not delay its end.
@@ -350,12 +352,12 @@ class Commands:
         if not command.finished.done():
             command.finished.set_result(None)
 
-    def _expire(self, command: Command) -> None:
+    def _expire(self, command: SupervisedCommand) -> None:
         if command.running:
             command.timed_out = True
             self.kill(command)
 
-    def kill(self, command: Command) -> None:
+    def kill(self, command: SupervisedCommand) -> None:
         """Kill the whole process tree of a command, including what it left behind."""
         if not command.killing:
             command.killing = True
@@ -366,7 +368,7 @@ class Commands:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _kill(self, command: Command) -> None:
+    async def _kill(self, command: SupervisedCommand) -> None:
         backoff = Backoff(0.0005, 0.05)
         try:
             while True:
@@ -382,7 +384,7 @@ class Commands:
         finally:
             command.killing = False
 
-    def signal(self, command: Command, name: str, *, tree: bool) -> None:
+    def signal(self, command: SupervisedCommand, name: str, *, tree: bool) -> None:
         """Send a signal to the process group of a command, or with `tree` to all its processes."""
         number = signal_number(name)
         if tree and number == signal.SIGKILL:
@@ -400,7 +402,7 @@ class Commands:
 
     # forgetting
 
-    def forget(self, command: Command) -> None:
+    def forget(self, command: SupervisedCommand) -> None:
         """Kill what still runs of a command, and drop its output."""
         self._commands.pop(command.id, None)
         self.kill(command)

@@ -15,8 +15,8 @@ from contextlib import suppress
 
 from carrel.primitives.leftovers import RESERVED
 from carrel.primitives.libc import open_beneath, rename_new
-from carrel.supervisor.paths import Place, Root
-from carrel.supervisor.trees import Entry
+from carrel.supervisor.paths import DirectoryEntry, Root
+from carrel.supervisor.trees import TreeEntry
 
 CHUNK = 256 * 1024
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -24,10 +24,10 @@ _NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_NAMELESS_FILES = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
 
 
-class Draft:
+class FileDraft:
     """A new file that takes its place or vanishes."""
 
-    def __init__(self, root: Root, place: Place, mode: int):
+    def __init__(self, root: Root, place: DirectoryEntry, mode: int):
         self._root = root
         self._place = place
         self._mode = mode
@@ -46,7 +46,7 @@ class Draft:
         while view:
             view = view[os.write(self._handle, view[:CHUNK]) :]
 
-    def publish(self, *, exclusive: bool) -> Entry:
+    def publish(self, *, exclusive: bool) -> TreeEntry:
         """Give the file its mode and its place; `FileExistsError` when it is `exclusive` and the name is taken."""
         os.fchmod(self._handle, self._mode)
         if self._name:
@@ -58,7 +58,7 @@ class Draft:
                 if exclusive:
                     raise
                 self._replace()
-        return Entry(self._place.path, os.fstat(self._handle), None)
+        return TreeEntry(self._place.path, os.fstat(self._handle), None)
 
     def discard(self) -> None:
         """Close the file; it is removed unless it was published."""

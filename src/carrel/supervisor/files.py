@@ -29,10 +29,10 @@ from carrel.primitives.cache import Cache
 from carrel.primitives.leftovers import remove_leftover
 from carrel.primitives.libc import rename_new
 from carrel.primitives.trees import remove_live_tree
-from carrel.supervisor.drafts import CHUNK, Draft
-from carrel.supervisor.http import Json, Request, Response, Router, json_response, require_known
-from carrel.supervisor.paths import Place, Root, refusal, refusing, text
-from carrel.supervisor.trees import Entry, Walk, entry_at
+from carrel.supervisor.drafts import CHUNK, FileDraft
+from carrel.supervisor.http import HttpRequest, HttpResponse, HttpRouter, Json, json_response, require_known
+from carrel.supervisor.paths import DirectoryEntry, Root, refusal, refusing, text
+from carrel.supervisor.trees import TreeEntry, Walk, entry_at
 
 EDIT_LIMIT = 32 * 1024 * 1024
 EDITS_REMEMBERED = 128
@@ -52,7 +52,7 @@ def _stamp(status: os.stat_result) -> Stamp:
     return status.st_ino, status.st_ctime_ns
 
 
-def describe(entry: Entry) -> Json:
+def describe(entry: TreeEntry) -> Json:
     status = entry.status
     if stat.S_ISREG(status.st_mode):
         kind = "file"
@@ -138,7 +138,7 @@ class Files:
     def close(self) -> None:
         self.root.close()
 
-    def routes(self, router: Router) -> None:
+    def routes(self, router: HttpRouter) -> None:
         router.add("GET", "/files/content", self._read)
         router.add("PUT", "/files/content", self._write)
         router.add("GET", "/files/stat", self._stat)
@@ -200,7 +200,7 @@ class Files:
 
     # routes
 
-    async def _read(self, request: Request) -> Response:
+    async def _read(self, request: HttpRequest) -> HttpResponse:
         require_known(request.query, {"path", "offset", "length"}, "parameter")
         relative = self._path(request)
         offset = request.number("offset", 0)
@@ -214,14 +214,14 @@ class Files:
             if length <= CHUNK:
                 with refusing(relative):
                     body = os.pread(handle, length, offset)
-                return Response(body=body, content_type=b"application/octet-stream")
+                return HttpResponse(body=body, content_type=b"application/octet-stream")
             content = _Content(handle, offset, length)
-            return Response(stream=content, length=length, content_type=b"application/octet-stream")
+            return HttpResponse(stream=content, length=length, content_type=b"application/octet-stream")
         finally:
             if content is None:
                 os.close(handle)
 
-    async def _write(self, request: Request) -> Response:
+    async def _write(self, request: HttpRequest) -> HttpResponse:
         require_known(request.query, {"path", "mode", "parents", "exclusive"}, "parameter")
         relative = self._file_path(request.query.get("path", ""))
         mode = _mode(request.query.get("mode"))
@@ -234,13 +234,13 @@ class Files:
             async for chunk in request.chunks():
                 draft.write(chunk)
             entry = draft.publish(exclusive=exclusive)
-        return json_response(describe(Entry(relative, entry.status, None)))
+        return json_response(describe(TreeEntry(relative, entry.status, None)))
 
-    async def _stat(self, request: Request) -> Response:
+    async def _stat(self, request: HttpRequest) -> HttpResponse:
         require_known(request.query, {"path"}, "parameter")
         return json_response(self._info(self._path(request)))
 
-    async def _list(self, request: Request) -> Response:
+    async def _list(self, request: HttpRequest) -> HttpResponse:
         require_known(request.query, {"path", "recursive", "limit"}, "parameter")
         relative = self.root.relative(request.query.get("path", "."))
         limit = request.number("limit", 1000)
@@ -258,7 +258,7 @@ class Files:
                     await asyncio.sleep(0)
         return json_response({"items": items, "truncated": walk.truncated})
 
-    async def _edit(self, request: Request) -> Response:
+    async def _edit(self, request: HttpRequest) -> HttpResponse:
         body = await _body(request, texts={"path", "old", "new"}, flags={"replace_all"}, maybe={"id"})
         old, new = _utf8(body, "old"), _utf8(body, "new")
         if not old:
@@ -282,12 +282,12 @@ class Files:
                         await asyncio.sleep(0)
                     _unchanged(place, before)
                     entry = draft.publish(exclusive=False)
-            answer = {"replaced": replaced, "file": describe(Entry(relative, entry.status, None))}
+            answer = {"replaced": replaced, "file": describe(TreeEntry(relative, entry.status, None))}
             if "id" in body:
                 self._edited.put(body["id"], answer)
         return json_response(answer)
 
-    async def _move(self, request: Request) -> Response:
+    async def _move(self, request: HttpRequest) -> HttpResponse:
         body = await _body(request, texts={"source", "destination"}, flags={"overwrite"})
         source = self.root.relative(body["source"], "source")
         destination = self.root.relative(body["destination"], "destination")
@@ -305,16 +305,16 @@ class Files:
             with refusing(destination, "destination"):
                 return json_response(describe(entry_at(new.directory, new.name, destination)))
 
-    async def _mkdir(self, request: Request) -> Response:
+    async def _mkdir(self, request: HttpRequest) -> HttpResponse:
         body = await _body(request, texts={"path"}, flags=set())
         relative = self.root.relative(body["path"])
         handle = self.root.make_directory(relative)
         try:
-            return json_response(describe(Entry(relative, os.fstat(handle), None)))
+            return json_response(describe(TreeEntry(relative, os.fstat(handle), None)))
         finally:
             os.close(handle)
 
-    async def _delete(self, request: Request) -> Response:
+    async def _delete(self, request: HttpRequest) -> HttpResponse:
         require_known(request.query, {"path", "recursive"}, "parameter")
         relative = self._path(request)
         with self.root.place(relative) as place, refusing(relative):
@@ -334,11 +334,11 @@ class Files:
                         field="path",
                         hint="ask for recursive=1 to delete it with everything in it",
                     ) from None
-        return Response(204)
+        return HttpResponse(204)
 
     # parts
 
-    def _path(self, request: Request) -> bytes:
+    def _path(self, request: HttpRequest) -> bytes:
         return self.root.relative(request.query.get("path", ""))
 
     def _file_path(self, path: str, field: str = "path") -> bytes:
@@ -354,10 +354,10 @@ class Files:
                 target = os.readlink(b"", dir_fd=handle) if stat.S_ISLNK(status.st_mode) else None
         finally:
             os.close(handle)
-        return describe(Entry(relative, status, target))
+        return describe(TreeEntry(relative, status, target))
 
     @contextmanager
-    def _draft(self, place: Place, mode: int | None, *, exclusive: bool) -> Iterator[Draft]:
+    def _draft(self, place: DirectoryEntry, mode: int | None, *, exclusive: bool) -> Iterator[FileDraft]:
         """Open a draft for that place. However the block ends, nothing but a published file stays."""
         with refusing(place.path, place.field):
             try:
@@ -370,7 +370,7 @@ class Files:
                 _regular(existing, place.path, place.field)
                 if mode is None:
                     mode = stat.S_IMODE(existing.st_mode) & 0o777
-            draft = Draft(self.root, place, DEFAULT_MODE if mode is None else mode)
+            draft = FileDraft(self.root, place, DEFAULT_MODE if mode is None else mode)
             try:
                 yield draft
             finally:
@@ -384,7 +384,7 @@ def _regular(status: os.stat_result, relative: bytes, field: str = "path") -> No
         raise InvalidPath(f"{text(relative)!r} is not a regular file", field=field)
 
 
-async def _body(request: Request, *, texts: set[str], flags: set[str], maybe: Collection[str] = ()) -> Json:
+async def _body(request: HttpRequest, *, texts: set[str], flags: set[str], maybe: Collection[str] = ()) -> Json:
     body = await request.json()
     words = texts.union(maybe)
     require_known(body, words | flags, "field")
@@ -413,7 +413,7 @@ def _mode(value: str | None) -> int | None:
     return int(value, 8)
 
 
-async def _load(place: Place) -> tuple[os.stat_result, bytes]:
+async def _load(place: DirectoryEntry) -> tuple[os.stat_result, bytes]:
     with refusing(place.path, place.field):
         handle = os.open(place.name, os.O_RDONLY | os.O_NOFOLLOW | _SAFE, dir_fd=place.directory)
         try:
@@ -432,7 +432,7 @@ async def _load(place: Place) -> tuple[os.stat_result, bytes]:
             os.close(handle)
 
 
-def _unchanged(place: Place, before: os.stat_result) -> None:
+def _unchanged(place: DirectoryEntry, before: os.stat_result) -> None:
     now = os.stat(place.name, dir_fd=place.directory, follow_symlinks=False)
     if any(getattr(now, key) != getattr(before, key) for key in ("st_ino", "st_size", "st_mtime_ns")):
         hint = "read it again, then repeat the edit"

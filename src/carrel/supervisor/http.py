@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Request:
+class HttpRequest:
     """One request. Read the body with `json`, `read` or by iterating over `chunks`. `run` is the run it belongs to."""
 
     method: str
@@ -35,7 +35,7 @@ class Request:
     query: dict[str, str]
     args: tuple[str, ...] = ()
     run: str | None = None
-    _connection: Connection | None = None
+    _connection: HttpConnection | None = None
     _chunks: list[bytes] = field(default_factory=list)
     _waiter: asyncio.Future[None] | None = None
     _complete: bool = False
@@ -107,7 +107,7 @@ class Request:
 
 
 @dataclass(slots=True)
-class Response:
+class HttpResponse:
     """One response: JSON, bytes, or a stream of chunks (with `length` if that is known in advance)."""
 
     status: int = 200
@@ -118,11 +118,11 @@ class Response:
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
-def json_response(value: object, status: int = 200) -> Response:
-    return Response(status, json.dumps(value, separators=(",", ":")).encode())
+def json_response(value: object, status: int = 200) -> HttpResponse:
+    return HttpResponse(status, json.dumps(value, separators=(",", ":")).encode())
 
 
-def problem_response(error: CarrelError) -> Response:
+def problem_response(error: CarrelError) -> HttpResponse:
     """Return the problem response (RFC 9457) of an error."""
     response = json_response(error.problem(), error.status)
     response.content_type = b"application/problem+json"
@@ -146,10 +146,10 @@ def require_known(given: Iterable[str], known: Collection[str], kind: str) -> No
         raise InvalidRequest(f"unknown {kind} {name[:40]!r}", field=name[:40], hint=hint)
 
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
-class Router:
+class HttpRouter:
     """Routes by method and path; `{}` in a pattern matches one segment, given to the handler in `request.args`."""
 
     def __init__(self, on_run: Callable[[str], None]) -> None:
@@ -164,7 +164,7 @@ class Router:
         else:
             self._exact[method, pattern] = handler
 
-    def find(self, request: Request) -> Handler:
+    def find(self, request: HttpRequest) -> Handler:
         """Return the handler of a request, or raise `NotFound`."""
         handler = self._exact.get((request.method, request.path))
         if handler is not None:
@@ -183,18 +183,18 @@ _REASONS = {200: b"OK", 201: b"Created", 204: b"No Content", 206: b"Partial Cont
 _HEADS = {status: b"HTTP/1.1 %d %s\r\n" % (status, reason) for status, reason in _REASONS.items()}
 
 
-class Connection(asyncio.Protocol):
+class HttpConnection(asyncio.Protocol):
     """One keep-alive connection; requests on it are answered one after the other."""
 
-    def __init__(self, router: Router, tasks: set[asyncio.Task[None]]):
+    def __init__(self, router: HttpRouter, tasks: set[asyncio.Task[None]]):
         self._router = router
         self._tasks = tasks
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
         self._run: str | None = None
-        self._request: Request | None = None
-        self._queue: list[Request] = []
+        self._request: HttpRequest | None = None
+        self._queue: list[HttpRequest] = []
         self._task: asyncio.Task[None] | None = None
         self._buffered = 0
         self._header_bytes = 0
@@ -271,7 +271,7 @@ class Connection(asyncio.Protocol):
         pairs = dict(parse_qsl(query, keep_blank_values=True, errors="surrogateescape")) if query else {}
         if "%" in path:
             path = "/".join(unquote(part) for part in path.split("/"))
-        self._request = Request(self._parser.get_method().decode(), path, pairs, run=self._run, _connection=self)
+        self._request = HttpRequest(self._parser.get_method().decode(), path, pairs, run=self._run, _connection=self)
         self._queue.append(self._request)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._serve())
@@ -331,7 +331,7 @@ class Connection(asyncio.Protocol):
         finally:
             self._task = None
 
-    async def _send(self, response: Response) -> None:
+    async def _send(self, response: HttpResponse) -> None:
         transport = self._transport
         if transport is None or self.closed:
             return

@@ -14,7 +14,7 @@ _STOPPED = {b"T", b"t"}
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class SandboxLoad:
     """A measurement. `memory_bytes` is an upper bound: pages that processes share count for each of them."""
 
     processes: int
@@ -23,14 +23,14 @@ class Load:
     """Whether a process was stopped by a signal, so waiting for it could take forever."""
 
 
-def measure(pid: int, memory_places: Sequence[str] = ()) -> Load:
+def measure(pid: int, memory_places: Sequence[str] = ()) -> SandboxLoad:
     """Measure a process with all its descendants, and these memory file systems."""
     found = [pid, *descendants(pid, processes())]
     memory, stopped = 0, False
     for each in found:
         memory += _private(each)
         stopped = stopped or _state(each) in _STOPPED
-    return Load(len(found), memory + sum(map(_used, memory_places)), stopped)
+    return SandboxLoad(len(found), memory + sum(map(_used, memory_places)), stopped)
 
 
 def _private(pid: int) -> int:

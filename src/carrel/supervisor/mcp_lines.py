@@ -19,7 +19,7 @@ NO_TEXT = "printed a line that is no UTF-8"
 NO_MESSAGE = "prints text that is no MCP message on its standard output"
 
 
-class Lines:
+class MessageLines:
     """Turns bytes into messages. Once `broken` is set, with the reason, further input is ignored."""
 
     def __init__(self) -> None:

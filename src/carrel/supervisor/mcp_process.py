@@ -21,10 +21,10 @@ from carrel.primitives.backoff import Backoff
 from carrel.supervisor.answers import frame
 from carrel.supervisor.command import Order, exit_of
 from carrel.supervisor.commands import LAST_DRAIN, READ_SIZE, Commands
-from carrel.supervisor.mcp_lines import MOST_LINE, Lines
+from carrel.supervisor.mcp_lines import MOST_LINE, MessageLines
 from carrel.supervisor.mcp_log import Log
-from carrel.supervisor.output import Budget, read_some
-from carrel.supervisor.reaper import Program, Reaper, Runner, find_program, kill_below, signal_below
+from carrel.supervisor.output import ByteBudget, read_some
+from carrel.supervisor.reaper import ProgramStart, Reaper, Runner, find_program, kill_below, signal_below
 
 END, MESSAGE, OPENED = 0, 1, 2
 """Kinds of frames: the end, one message, and the first frame, which says which process this is."""
@@ -42,14 +42,14 @@ DEAF = "does not read its input"
 NO_ROOM = "printed a line longer than there is memory for"
 
 
-class _Runner(Runner):
+class _ReportingRunner(Runner):
     """A runner that reports its own end, whatever caused it."""
 
     def gone(self) -> None:
         self.on_event(self, "gone", 0)
 
 
-class _Reader:
+class _MessageReader:
     """One reader of the messages."""
 
     begun = False
@@ -65,7 +65,7 @@ class Process:
         order: Order,
         incarnation: int,
         log: Log,
-        room: Budget,
+        room: ByteBudget,
         on_over: Callable[[Process], None],
     ):
         self.name = name
@@ -81,9 +81,9 @@ class Process:
         self._room = room
         self._counted = 0
         self._on_over = on_over
-        self._lines = Lines()
+        self._lines = MessageLines()
         self._left = LAST_DRAIN
-        self._reader: _Reader | None = None
+        self._reader: _MessageReader | None = None
         self._waiting: list[asyncio.Future[None]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._killing = False
@@ -107,9 +107,9 @@ class Process:
                 read_end, write_end = os.pipe2(os.O_CLOEXEC)
                 theirs.append(read_end if stream == 0 else write_end)
                 ours.append(write_end if stream == 0 else read_end)
-            self._runner = _Runner(self._on_runner, commands.oom_score_fd)
+            self._runner = _ReportingRunner(self._on_runner, commands.oom_score_fd)
             commands.adopt(self._runner)
-            self._hand_over(Program((program, *argv[1:]), order.env, (theirs[0], theirs[1], theirs[2])), order)
+            self._hand_over(ProgramStart((program, *argv[1:]), order.env, (theirs[0], theirs[1], theirs[2])), order)
         except OSError:
             for descriptor in ours:
                 os.close(descriptor)
@@ -122,7 +122,7 @@ class Process:
         self._stdin, self._stdout, self._stderr = ours
         self._loop.add_reader(self._stderr, self._read_stderr)
 
-    def _hand_over(self, program: Program, order: Order) -> None:
+    def _hand_over(self, program: ProgramStart, order: Order) -> None:
         try:
             self._runner.start(program, order.directory)
         except OSError as error:
@@ -149,11 +149,11 @@ class Process:
 
     def messages(self) -> AsyncIterator[bytes | memoryview]:
         """Return the messages as frames, unread ones first. An earlier reader gets no more."""
-        reader = self._reader = _Reader()
+        reader = self._reader = _MessageReader()
         self._wake()
         return self._messages(reader)
 
-    async def _messages(self, reader: _Reader) -> AsyncIterator[bytes | memoryview]:
+    async def _messages(self, reader: _MessageReader) -> AsyncIterator[bytes | memoryview]:
         reader.begun = True
         try:
             yield frame(OPENED, json.dumps({"incarnation": self.incarnation, "pid": self.pid}).encode())
@@ -401,5 +401,5 @@ class Process:
         """Free the memory once the process is over and nobody reads."""
         if self.over.done():
             self._close_stdout()
-            self._lines = Lines()
+            self._lines = MessageLines()
             self._count()

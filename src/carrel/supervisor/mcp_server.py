@@ -20,7 +20,7 @@ from carrel.supervisor.command import Order, exit_of
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.mcp_log import Log
 from carrel.supervisor.mcp_process import Process
-from carrel.supervisor.output import Budget
+from carrel.supervisor.output import ByteBudget
 
 QUICK_S = 5.0
 """A process that lived shorter than this has failed, and the next start has to wait."""
@@ -55,7 +55,7 @@ def _shown(wait: float) -> float:
 
 
 @dataclass(frozen=True)
-class Declaration:
+class ServerDeclaration:
     """How a server is started. Each call of `order` returns a new order, which the caller passes to `release`."""
 
     generation: str
@@ -66,7 +66,9 @@ class Declaration:
 class Server:
     """A declared server."""
 
-    def __init__(self, name: str, commands: Commands, room: Budget, count: Callable[[], int], declared: Declaration):
+    def __init__(
+        self, name: str, commands: Commands, room: ByteBudget, count: Callable[[], int], declared: ServerDeclaration
+    ):
         self.name = name
         self.closed = False
         self._commands = commands
@@ -77,7 +79,7 @@ class Server:
         self.log = Log()
         self._declare(declared)
 
-    def _declare(self, declared: Declaration) -> None:
+    def _declare(self, declared: ServerDeclaration) -> None:
         self._declared = declared
         self._delay = RestartDelay()
         self._incarnation = self._starts = self._restarts = 0
@@ -216,7 +218,7 @@ class Server:
 
     # changing
 
-    async def declare(self, declared: Declaration) -> None:
+    async def declare(self, declared: ServerDeclaration) -> None:
         """Replace the declaration; the same generation changes nothing."""
         async with self._turn:
             self._check_open()

@@ -14,11 +14,11 @@ from dataclasses import replace
 from carrel.errors import InvalidRequest, LimitExceeded, NotFound
 from carrel.supervisor.command import Order
 from carrel.supervisor.commands import Commands
-from carrel.supervisor.http import Json, Request, Response, Router, json_response, require_known
+from carrel.supervisor.http import HttpRequest, HttpResponse, HttpRouter, Json, json_response, require_known
 from carrel.supervisor.mcp_lines import MOST_LINE
 from carrel.supervisor.mcp_log import KEPT
-from carrel.supervisor.mcp_server import Declaration, Server
-from carrel.supervisor.output import Budget
+from carrel.supervisor.mcp_server import Server, ServerDeclaration
+from carrel.supervisor.output import ByteBudget
 from carrel.supervisor.python.calls import environment_path, python_in
 
 MOST_SERVERS = 16
@@ -29,22 +29,22 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FIELDS = {"command", "cwd", "variables", "environment", "generation"}
 
 
-class McpServers:
+class McpServerRoutes:
     """`/mcp`."""
 
     def __init__(self, commands: Commands, order: Callable[[Json], Order], release: Callable[[Order], None]):
         self._commands = commands
         self._order = order
         self._release = release
-        self._room = Budget(0)
+        self._room = ByteBudget(0)
         self._count = itertools.count(1)
         self._servers: dict[str, Server] = {}
 
     def configure(self, room: int) -> None:
         """Set how many bytes the unfinished lines of all servers may use."""
-        self._room = Budget(room)
+        self._room = ByteBudget(room)
 
-    def routes(self, router: Router) -> None:
+    def routes(self, router: HttpRouter) -> None:
         router.add("GET", "/mcp", self._list)
         router.add("GET", "/mcp/{}", self._info)
         router.add("PUT", "/mcp/{}", self._declare)
@@ -54,20 +54,20 @@ class McpServers:
         router.add("POST", "/mcp/{}/send", self._send)
         router.add("GET", "/mcp/{}/log", self._log)
 
-    def _get(self, request: Request) -> Server:
+    def _get(self, request: HttpRequest) -> Server:
         name = request.args[0]
         try:
             return self._servers[name]
         except KeyError:
             raise NotFound(f"no MCP server {name[:64]!r} in this sandbox", hint="declare it first") from None
 
-    async def _list(self, _request: Request) -> Response:
+    async def _list(self, _request: HttpRequest) -> HttpResponse:
         return json_response({"items": [server.info() for server in self._servers.values()]})
 
-    async def _info(self, request: Request) -> Response:
+    async def _info(self, request: HttpRequest) -> HttpResponse:
         return json_response(self._get(request).info())
 
-    async def _declare(self, request: Request) -> Response:
+    async def _declare(self, request: HttpRequest) -> HttpResponse:
         name = request.args[0]
         declared = self._declaration(await request.json())
         if not _NAME.fullmatch(name):
@@ -84,7 +84,7 @@ class McpServers:
         self._servers[name] = server
         return json_response(server.info(), 201)
 
-    def _declaration(self, body: Json) -> Declaration:
+    def _declaration(self, body: Json) -> ServerDeclaration:
         require_known(body, _FIELDS, "field")
         command, cwd, generation = body.get("command"), body.get("cwd"), body.get("generation")
         if not isinstance(command, list) or not command or not command[0]:
@@ -105,23 +105,23 @@ class McpServers:
                 python_in(place, "environment")
             return _within(place, self._order(wanted), wanted["env"] or {})
 
-        return Declaration(generation, order, self._release)
+        return ServerDeclaration(generation, order, self._release)
 
-    async def _delete(self, request: Request) -> Response:
+    async def _delete(self, request: HttpRequest) -> HttpResponse:
         server = self._get(request)
         await server.close()
         del self._servers[server.name]
-        return Response(204)
+        return HttpResponse(204)
 
-    async def _stop(self, request: Request) -> Response:
+    async def _stop(self, request: HttpRequest) -> HttpResponse:
         server = self._get(request)
         await server.stop()
         return json_response(server.info())
 
-    async def _connect(self, request: Request) -> Response:
-        return Response(stream=await self._get(request).connect(), content_type=b"application/x-carrel-frames")
+    async def _connect(self, request: HttpRequest) -> HttpResponse:
+        return HttpResponse(stream=await self._get(request).connect(), content_type=b"application/x-carrel-frames")
 
-    async def _send(self, request: Request) -> Response:
+    async def _send(self, request: HttpRequest) -> HttpResponse:
         server = self._get(request)
         incarnation = request.number("incarnation", 0)
         deadline = request.number("deadline_ms", DEADLINE_MS)
@@ -131,9 +131,9 @@ class McpServers:
         if not line or b"\n" in line:
             raise InvalidRequest("the body must be one line, without its end", field="body")
         await server.send(incarnation, line, deadline / 1000)
-        return Response(204)
+        return HttpResponse(204)
 
-    async def _log(self, request: Request) -> Response:
+    async def _log(self, request: HttpRequest) -> HttpResponse:
         server = self._get(request)
         limit = request.number("limit", LOG_LIMIT)
         if not 0 < limit <= KEPT:

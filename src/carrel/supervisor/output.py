@@ -21,17 +21,17 @@ def read_some(descriptor: int, size: int) -> bytes | None:
         return b""
 
 
-class Budget:
+class ByteBudget:
     """The bytes that all outputs of a sandbox may use together, so that they cannot fill its memory."""
 
     def __init__(self, limit: int):
         self.limit = self.left = limit
 
 
-class Output:
+class CommandOutput:
     """Both streams of one command in the order they were read. Offsets count the bytes of both together."""
 
-    def __init__(self, limit: int, budget: Budget):
+    def __init__(self, limit: int, budget: ByteBudget):
         self._limit = limit
         self._budget = budget
         self._data = bytearray()

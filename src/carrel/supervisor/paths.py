@@ -88,7 +88,7 @@ def refusing(path: str | bytes, field: str = "path") -> Iterator[None]:
         raise refusal(error, path, field) from None
 
 
-class Place:
+class DirectoryEntry:
     """A name in an open directory, for creating, renaming and removing. Use it in a `with`."""
 
     __slots__ = ("directory", "field", "name", "path")
@@ -104,7 +104,7 @@ class Place:
             os.close(self.directory)
             self.directory = -1
 
-    def __enter__(self) -> Place:
+    def __enter__(self) -> DirectoryEntry:
         return self
 
     def __exit__(
@@ -158,7 +158,7 @@ class Root:
         with refusing(relative, field):
             return open_beneath(self.fd, relative, flags)
 
-    def place(self, relative: bytes, field: str = "path", *, parents: bool = False) -> Place:
+    def place(self, relative: bytes, field: str = "path", *, parents: bool = False) -> DirectoryEntry:
         """The directory and the name of a path; the name itself is not followed and need not exist."""
         above, _, name = relative.rpartition(b"/")
         if name in {b".", b".."}:
@@ -168,9 +168,9 @@ class Root:
             directory = self._make(above, field)
         else:
             directory = self.open(above or b".", _DIRECTORY, field)
-        return Place(directory, name, relative, field)
+        return DirectoryEntry(directory, name, relative, field)
 
-    def target(self, relative: bytes, field: str = "path", *, parents: bool = False) -> Place:
+    def target(self, relative: bytes, field: str = "path", *, parents: bool = False) -> DirectoryEntry:
         """Like `place`, but if the path is a symlink, return the place that it points to beneath the root."""
         current = relative
         for _ in range(_LINKS):

@@ -28,7 +28,7 @@ Stdio = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
-class Program:
+class ProgramStart:
     """A program to start, with descriptors for its three standard streams or the name of a terminal for all of them."""
 
     argv: tuple[str, ...]
@@ -51,7 +51,7 @@ def find_program(name: str, path: str, directory: int) -> str | None:
     return None
 
 
-def spawn(program: Program, directory: int) -> int:
+def spawn(program: ProgramStart, directory: int) -> int:
     """Start a program in its own session. Raises `OSError` when it cannot be executed.
 
     `posix_spawn` shares memory with the caller until the exec; a fork of a Python process costs several times more.
@@ -267,7 +267,7 @@ class Runner(Reaper):
         ours.setblocking(False)
         self.socket = ours
 
-    def start(self, program: Program, directory: int) -> None:
+    def start(self, program: ProgramStart, directory: int) -> None:
         fds = [directory, *(program.stdio or ())]
         fields = [program.terminal or "", str(len(program.argv)), *program.argv]
         fields += [f"{key}={value}" for key, value in program.env.items()]
@@ -306,7 +306,7 @@ def _run(orders: socket.socket, other_end: socket.socket) -> None:
         env = dict(field.partition("=")[::2] for field in fields[2 + count :])
         stdio = (fds[2], fds[3], fds[4]) if len(fds) == 5 else None
         try:
-            main = spawn(Program(tuple(fields[2 : 2 + count]), env, stdio, fields[0] or None), fds[1])
+            main = spawn(ProgramStart(tuple(fields[2 : 2 + count]), env, stdio, fields[0] or None), fds[1])
         except OSError as error:
             report(b"failed", error.errno or 0)
             main = 0

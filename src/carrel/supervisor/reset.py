@@ -20,8 +20,8 @@ from carrel.primitives.backoff import Backoff
 from carrel.primitives.trees import remove_live_tree
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.conditions import Conditions, conditions
-from carrel.supervisor.http import Json, Request, Response, Router, json_response
-from carrel.supervisor.load import Load
+from carrel.supervisor.http import HttpRequest, HttpResponse, HttpRouter, Json, json_response
+from carrel.supervisor.load import SandboxLoad
 from carrel.supervisor.python.calls import Python
 from carrel.supervisor.python.cells import CodeContexts
 
@@ -57,7 +57,7 @@ class Reset:
         commands: Commands,
         contexts: CodeContexts,
         python: Python,
-        load: Callable[[], Load],
+        load: Callable[[], SandboxLoad],
     ):
         self._commands = commands
         self._contexts = contexts
@@ -73,10 +73,10 @@ class Reset:
         """Set the directories to reset. Without any, a reset is refused."""
         self._places = places
 
-    def routes(self, router: Router) -> None:
+    def routes(self, router: HttpRouter) -> None:
         router.add("POST", "/empty", self._empty)
 
-    async def _empty(self, _request: Request) -> Response:
+    async def _empty(self, _request: HttpRequest) -> HttpResponse:
         if not self._places:
             raise Unsupported("a sandbox without isolation cannot be reset, because it uses the host's files")
         async with self._busy:

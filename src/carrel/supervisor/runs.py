@@ -8,7 +8,7 @@ then never begins, even if its request is still waiting in a socket.
 from __future__ import annotations
 
 from carrel.errors import Conflict
-from carrel.supervisor.http import Request, Response, Router, json_response
+from carrel.supervisor.http import HttpRequest, HttpResponse, HttpRouter, json_response
 
 MOST = 4096
 """How many are remembered. Runs come from approvals by people, so this is plenty."""
@@ -22,7 +22,7 @@ class Runs:
         self._void: dict[str, None] = {}
         self._forgot = False
 
-    def routes(self, router: Router) -> None:
+    def routes(self, router: HttpRouter) -> None:
         """Add the route. The router must call `begin` for every request that is part of a run."""
         router.add("POST", "/runs/{}/void", self._ask)
 
@@ -46,5 +46,5 @@ class Runs:
             self._void[run] = None
         return False
 
-    async def _ask(self, request: Request) -> Response:
+    async def _ask(self, request: HttpRequest) -> HttpResponse:
         return json_response({"begun": self.void(request.args[0])})

@@ -11,7 +11,7 @@ import os
 import re
 
 from carrel.errors import InvalidRequest, LimitExceeded, Unsupported
-from carrel.supervisor.http import Json, Request, Response, Router, decode_base64, json_response
+from carrel.supervisor.http import HttpRequest, HttpResponse, HttpRouter, Json, decode_base64, json_response
 
 MOST, LARGEST, ALTOGETHER = 512, 512 * 1024, 1536 * 1024
 """Limits of a set: number of secrets, bytes of one, bytes of all, including the certificates that a sandbox trusts. The
@@ -22,7 +22,7 @@ CURRENT = ".current"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,127}")
 
 
-class Secrets:
+class SandboxSecrets:
     """The secrets of one sandbox. Without a descriptor there is no safe place for secrets, so they are refused."""
 
     def __init__(self) -> None:
@@ -32,10 +32,10 @@ class Secrets:
         """Set the descriptor of the memory file system; -1 means there is none."""
         self._directory = directory
 
-    def routes(self, router: Router) -> None:
+    def routes(self, router: HttpRouter) -> None:
         router.add("PUT", "/secrets", self._put)
 
-    async def _put(self, request: Request) -> Response:
+    async def _put(self, request: HttpRequest) -> HttpResponse:
         if self._directory < 0:
             raise Unsupported(
                 "this provider has no place for secrets that other processes of the host cannot reach",

@@ -20,7 +20,7 @@ _SLACK = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TreeEntry:
     """A file or directory: its path, its status, and its target if it is a symlink."""
 
     path: bytes
@@ -28,7 +28,7 @@ class Entry:
     target: bytes | None
 
 
-def entry_at(directory: int, name: bytes, path: bytes) -> Entry:
+def entry_at(directory: int, name: bytes, path: bytes) -> TreeEntry:
     """Return the entry of that name. A symlink is not followed."""
     status = os.stat(name, dir_fd=directory, follow_symlinks=False)
     target = None
@@ -38,7 +38,7 @@ def entry_at(directory: int, name: bytes, path: bytes) -> Entry:
         except OSError as error:
             if error.errno != errno.EINVAL:  # no symlink any more
                 raise
-    return Entry(path, status, target)
+    return TreeEntry(path, status, target)
 
 
 class Walk:
@@ -55,7 +55,7 @@ class Walk:
         self._pending: list[tuple[int, bytes]] = []
         self.truncated = False
 
-    def steps(self) -> Generator[Entry | None, None, None]:
+    def steps(self) -> Generator[TreeEntry | None, None, None]:
         """Yield the entries, once, and close the directory. After a `None` the caller may let other tasks run."""
         here, path, left = self._directory, self._prefix, self._limit
         came_from: list[tuple[Identity, bytes]] = []

@@ -24,11 +24,11 @@ from carrel.primitives.keyed_lock import KeyedThreadLocks
 from carrel.workspaces.archive_bundles import ArchiveCache, BundleBatch, Index, Outbox, file_digest
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.manifests import (
-    Attachment,
     Bundle,
     Intent,
     Manifest,
     Note,
+    StoredAttachment,
     pack,
     split_bundle_name,
     unpack,
@@ -393,10 +393,10 @@ def _choose(needed: set[bytes], held: _Held) -> list[Bundle]:
     return used
 
 
-def _place(attachment: bytes, used: list[Bundle], held: _Held) -> Attachment:
+def _place(attachment: bytes, used: list[Bundle], held: _Held) -> StoredAttachment:
     key = digest(attachment)
     bundle = next(bundle for bundle in used if key in held[bundle.name][1])
-    return Attachment(key.hex(), bundle.name, held[bundle.name][1][key])
+    return StoredAttachment(key.hex(), bundle.name, held[bundle.name][1][key])
 
 
 def _at_fault(key: str, bundle: str, how: str) -> SnapshotDamaged:

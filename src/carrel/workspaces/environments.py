@@ -56,7 +56,7 @@ class Shelf:
         """Return whether an environment exists."""
         return os.path.isdir(os.path.join(self.path, name))
 
-    def take(self, source: str, python: str, *, most_bytes: int) -> Draft:
+    def take(self, source: str, python: str, *, most_bytes: int) -> EnvironmentDraft:
         """Copy a tree that was built elsewhere into a draft.
 
         `python` is the only path outside the tree that its links may lead to. Raises `InvalidRequest` for entries that
@@ -64,7 +64,7 @@ class Shelf:
         """
         path = os.path.join(self._drafts, secrets.token_hex(12))
         os.mkdir(path, 0o700)
-        draft = Draft(path)
+        draft = EnvironmentDraft(path)
         try:
             origin = os.open(source, walk.DIRECTORY)
             target = os.open(path, walk.DIRECTORY)
@@ -78,7 +78,7 @@ class Shelf:
             raise
         return draft
 
-    def sync(self, draft: Draft) -> None:
+    def sync(self, draft: EnvironmentDraft) -> None:
         """Make a draft durable. This may take long, so it is separate from `place`, for which others wait."""
         try:
             fd = os.open(draft.path, walk.DIRECTORY)
@@ -91,7 +91,7 @@ class Shelf:
             self.discard(draft)
             raise PlatformError(f"the environment could not be written: {error.strerror}") from None
 
-    def place(self, draft: Draft, name: str) -> None:
+    def place(self, draft: EnvironmentDraft, name: str) -> None:
         """Move a synced draft into the shelf, durably; an environment that exists already stays."""
         try:
             if self.has(name):
@@ -104,7 +104,7 @@ class Shelf:
             self.discard(draft)
             raise PlatformError(f"the environment could not be put in place: {error.strerror}") from None
 
-    def discard(self, draft: Draft) -> None:
+    def discard(self, draft: EnvironmentDraft) -> None:
         """Remove a draft."""
         _remove(draft.path)
 
@@ -159,7 +159,7 @@ class Shelf:
                 os.close(fd)
 
 
-class Draft:
+class EnvironmentDraft:
     """An environment that is not in the shelf yet."""
 
     def __init__(self, path: str):

@@ -45,7 +45,7 @@ class Content(NamedTuple):
     mode: int
 
 
-class Facts(NamedTuple):
+class FileStat(NamedTuple):
     """The stat values of a file; while they stay the same, the file need not be read again."""
 
     inode: int
@@ -54,7 +54,7 @@ class Facts(NamedTuple):
     ctime_ns: int
 
 
-UNSURE = Facts(0, 0, 0, 0)
+UNSURE = FileStat(0, 0, 0, 0)
 """Facts of a file that may change without a change of its stat values: they match no file."""
 
 
@@ -62,18 +62,18 @@ class LocalFile(NamedTuple):
     """A file of the workspace. `facts` are its current facts, `known` those to store for the next sync."""
 
     content: Content
-    facts: Facts
-    known: Facts
+    facts: FileStat
+    known: FileStat
     allocated: int = 0
 
 
-class Row(NamedTuple):
+class BaseRow(NamedTuple):
     """The common state of a path. A row that is not `placed` is known from the filespace but has no file here."""
 
     version: int
     content: Content
     size: int
-    facts: Facts
+    facts: FileStat
     placed: bool
 
 
@@ -88,7 +88,7 @@ class Pending(NamedTuple):
     batch: int = 0
 
 
-class Entry(Protocol):
+class SyncEntry(Protocol):
     """An entry of the filespace. A tombstone is `deleted` and has the hash of the deleted content; `version` orders
     all changes.
     """
@@ -116,7 +116,7 @@ class Base:
     own `name`, with its `token` and the number of stored batches.
     """
 
-    rows: dict[str, Row] = field(default_factory=dict)
+    rows: dict[str, BaseRow] = field(default_factory=dict)
     pending: dict[str, Pending] = field(default_factory=dict)
     cursor: int = 0
     merged: bool = False
@@ -156,7 +156,7 @@ class Base:
         _, cursor, merged, synced_at, name, token, rows, pending = value
         return cls(
             {
-                path: Row(version, Content(key.hex(), mode), size, Facts._make(facts), placed)
+                path: BaseRow(version, Content(key.hex(), mode), size, FileStat._make(facts), placed)
                 for path, version, key, mode, size, facts, placed in rows
             },
             {path: Pending(Content(key.hex(), mode), version, batch) for path, key, mode, version, batch in pending},
@@ -169,11 +169,11 @@ class Base:
 
 
 @dataclass(slots=True)
-class Plan:
+class SyncPlan:
     """The work of a sync. `rows` is the base to store if none of it is done."""
 
-    rows: dict[str, Row] = field(default_factory=dict)
-    writes: list[Entry] = field(default_factory=list)
+    rows: dict[str, BaseRow] = field(default_factory=dict)
+    writes: list[SyncEntry] = field(default_factory=list)
     removals: list[str] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
     tombstones: dict[str, int] = field(default_factory=dict)
@@ -194,17 +194,17 @@ class _KnownEntry(NamedTuple):
 def plan(
     base: Base,
     local: Mapping[str, LocalFile],
-    remote: Iterable[Entry],
+    remote: Iterable[SyncEntry],
     direction: SyncDirection,
     *,
     complete: bool = False,
-) -> Plan:
+) -> SyncPlan:
     """Make the plan. `remote` are the entries after the base's cursor, or with `complete` all of the filespace."""
     found = {entry.path: entry for entry in remote}
     mark = found.get(base.mark)
     arrived = mark.size if mark is not None and mark.hash == base.token else 0
     entries = {path: entry for path, entry in found.items() if synced(path)}
-    made = Plan()
+    made = SyncPlan()
     rows, pending = base.rows, base.pending
     for path, here in local.items():
         row = rows.get(path)
@@ -231,10 +231,10 @@ def _decide(
     base: Base,
     arrived: int,
     here: LocalFile | None,
-    entry: Entry | None,
+    entry: SyncEntry | None,
     direction: SyncDirection,
     complete: bool,
-    made: Plan,
+    made: SyncPlan,
 ) -> None:
     row = base.rows.get(path)
     if entry is None and row is not None:
@@ -251,15 +251,15 @@ def _decide(
     if pending is not None and pending.batch:
         if pending.batch <= arrived:
             same = entry is not None and there == pending.content
-            row = Row(entry.version if same and entry is not None else 0, pending.content, 0, UNSURE, True)
+            row = BaseRow(entry.version if same and entry is not None else 0, pending.content, 0, UNSURE, True)
     elif pending is not None and here is not None:
         if mine == pending.content:
-            row = Row(pending.version, pending.content, here.facts.size, here.known, True)
+            row = BaseRow(pending.version, pending.content, here.facts.size, here.known, True)
         elif entry is not None and there == pending.content and (row is None or mine != row.content):
-            row = Row(entry.version, pending.content, entry.size, UNSURE, True)  # changed since it was written here
+            row = BaseRow(entry.version, pending.content, entry.size, UNSURE, True)  # changed since it was written here
     if mine is not None and entry is not None and _deleted(entry, mine, base):
         # The deletion is newer than this base, or than this snapshot of the workspace.
-        row = Row(0, mine, 0, UNSURE, True)
+        row = BaseRow(0, mine, 0, UNSURE, True)
     common = None if row is None else row.content
     if row is not None:
         made.rows[path] = row
@@ -277,27 +277,27 @@ def _decide(
         _resolve(path, base, mine, entry, direction, made)
 
 
-def content_of(entry: Entry | None) -> Content | None:
+def content_of(entry: SyncEntry | None) -> Content | None:
     """Return the content of an entry; None for a tombstone."""
     if entry is None or entry.deleted or entry.hash is None:
         return None
     return Content(entry.hash, entry.mode)
 
 
-def _deleted(entry: Entry, mine: Content, base: Base) -> bool:
+def _deleted(entry: SyncEntry, mine: Content, base: Base) -> bool:
     """Return whether the entry is a new tombstone of exactly the content that the workspace has."""
     return base.merged and entry.deleted and entry.version > base.cursor and (entry.hash, entry.mode) == mine
 
 
-def _adopt(path: str, here: LocalFile | None, entry: Entry | None, row: Row | None, made: Plan) -> None:
+def _adopt(path: str, here: LocalFile | None, entry: SyncEntry | None, row: BaseRow | None, made: SyncPlan) -> None:
     """Plan for equal sides: store the common state."""
     made.rows.pop(path, None)
     version = entry.version if entry is not None else 0 if row is None else row.version
     if here is not None:
-        made.rows[path] = Row(version, here.content, here.facts.size, here.known, True)
+        made.rows[path] = BaseRow(version, here.content, here.facts.size, here.known, True)
 
 
-def _follow(path: str, entry: Entry | None, direction: SyncDirection, made: Plan) -> None:
+def _follow(path: str, entry: SyncEntry | None, direction: SyncDirection, made: SyncPlan) -> None:
     """Plan for a change in the filespace only."""
     if direction is SyncDirection.PUSH or entry is None:
         return
@@ -307,7 +307,7 @@ def _follow(path: str, entry: Entry | None, direction: SyncDirection, made: Plan
         made.writes.append(entry)
 
 
-def _lead(path: str, mine: Content | None, row: Row | None, direction: SyncDirection, made: Plan) -> None:
+def _lead(path: str, mine: Content | None, row: BaseRow | None, direction: SyncDirection, made: SyncPlan) -> None:
     """Plan for a change in the workspace only."""
     if direction is SyncDirection.PULL:
         return
@@ -321,9 +321,9 @@ def _resolve(
     path: str,
     base: Base,
     mine: Content | None,
-    entry: Entry | None,
+    entry: SyncEntry | None,
     direction: SyncDirection,
-    made: Plan,
+    made: SyncPlan,
 ) -> None:
     """Plan for different changes on both sides."""
     there = content_of(entry)

@@ -26,7 +26,7 @@ _TOP = "filespace"
 
 
 @dataclass(slots=True)
-class Draft:
+class HashedContent:
     """Bytes that were read and hashed: in memory if small, else in a temporary file. `drop` it when done."""
 
     hash: str
@@ -77,11 +77,11 @@ class Drafting:
         """The number of bytes so far."""
         return self._size
 
-    def finish(self) -> Draft:
+    def finish(self) -> HashedContent:
         """Return the draft of all bytes."""
         self._close()
         path, self._path = self._path, None
-        return Draft(self._hasher.hexdigest(), self._size, b"".join(self._kept), path)
+        return HashedContent(self._hasher.hexdigest(), self._size, b"".join(self._kept), path)
 
     def drop(self) -> None:
         """Remove an unfinished draft."""
@@ -108,7 +108,7 @@ class Contents:
         """Return a new draft to fill in pieces."""
         return Drafting(self._spool)
 
-    def draft(self, fd: int, size: int) -> Draft:
+    def draft(self, fd: int, size: int) -> HashedContent:
         """Make a draft of an open file, of at most `size` bytes."""
         drafting = self.drafting()
         try:
@@ -118,7 +118,7 @@ class Contents:
         finally:
             drafting.drop()
 
-    def keep(self, draft: Draft) -> None:
+    def keep(self, draft: HashedContent) -> None:
         """Store a draft. A content that is stored already is stored again, which makes it recent."""
         name = f"{self._prefix}/{draft.hash}"
         if draft.path is None:

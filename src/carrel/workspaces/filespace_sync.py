@@ -21,16 +21,16 @@ from carrel.primitives.atomic import draft, write_all
 from carrel.workspaces.filespace import (
     UNSURE,
     Base,
+    BaseRow,
     Content,
-    Entry,
     LocalFile,
     Pending,
-    Plan,
-    Row,
+    SyncEntry,
+    SyncPlan,
     content_of,
     plan,
 )
-from carrel.workspaces.filespace_contents import Contents, Draft
+from carrel.workspaces.filespace_contents import Contents, HashedContent
 from carrel.workspaces.synced_tree import Obstructed, Scan, SyncedTree
 
 TOMBSTONE_S = 60 * 86_400.0
@@ -47,7 +47,7 @@ A = TypeVar("A")
 B = TypeVar("B")
 
 
-class Change(NamedTuple):
+class SyncChange(NamedTuple):
     """A file to write to the filespace, or without a hash to delete while its entry has the expected version."""
 
     path: str
@@ -65,10 +65,10 @@ class Mark(NamedTuple):
     number: int
 
 
-class Stored(NamedTuple):
+class StoredBatch(NamedTuple):
     """The entries of stored changes, and the newest version before and after them."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[SyncEntry]
     before: int
     newest: int
 
@@ -79,10 +79,10 @@ class Entries(Protocol):
     def newest(self) -> tuple[int, float]:
         """Return the newest version, and the time by the filespace's clock."""
 
-    def changed(self, after: int) -> Sequence[Entry]:
+    def changed(self, after: int) -> Sequence[SyncEntry]:
         """Return every entry with a version above `after`, in order."""
 
-    def put(self, changes: Sequence[Change], mark: Mark) -> Stored:
+    def put(self, changes: Sequence[SyncChange], mark: Mark) -> StoredBatch:
         """Store changes and a mark, all or nothing."""
 
 
@@ -188,7 +188,7 @@ class FilespaceSync:
 
     # into the workspace
 
-    def _pull(self, tree: SyncedTree, scan: Scan, made: Plan, known: Base, done: Synced) -> None:
+    def _pull(self, tree: SyncedTree, scan: Scan, made: SyncPlan, known: Base, done: Synced) -> None:
         wanted = [(entry, content) for entry in made.writes if (content := content_of(entry)) is not None]
         intended = {entry.path: Pending(content, version=entry.version) for entry, content in wanted}
         self._remember(replace(known, pending=intended))
@@ -203,14 +203,14 @@ class FilespaceSync:
             wanted, self._all(lambda each: self._write(tree, scan, *each), wanted), strict=True
         ):
             placed = expected is not None
-            known.rows[entry.path] = Row(entry.version, content, entry.size, UNSURE, placed)
+            known.rows[entry.path] = BaseRow(entry.version, content, entry.size, UNSURE, placed)
             done.pulled += placed
             done.pulled_bytes += entry.size if placed else 0
             if not expected:
                 done.conflicts.append(entry.path)
         tree.flush()
 
-    def _write(self, tree: SyncedTree, scan: Scan, entry: Entry, content: Content) -> bool | None:
+    def _write(self, tree: SyncedTree, scan: Scan, entry: SyncEntry, content: Content) -> bool | None:
         """Return whether it replaced the expected file; None when something obstructs it."""
         try:
             data = self._contents.read(content.hash, entry.size)
@@ -220,7 +220,7 @@ class FilespaceSync:
 
     # into the filespace
 
-    def _push(self, tree: SyncedTree, scan: Scan, made: Plan, known: Base, done: Synced) -> None:
+    def _push(self, tree: SyncedTree, scan: Scan, made: SyncPlan, known: Base, done: Synced) -> None:
         size = sum(scan.files[path].facts.size for path in made.uploads)
         there = self._contents.recent() if size > _MANY_BYTES else set()
         files = {
@@ -231,9 +231,9 @@ class FilespaceSync:
             if taken is not None
         }
         gone = {path: version for path, version in made.tombstones.items() if tree.gone(path)}
-        changes = [Change(path, None, 0, 0, version) for path, version in gone.items()]
+        changes = [SyncChange(path, None, 0, 0, version) for path, version in gone.items()]
         changes += [
-            Change(path, local.content.hash, local.facts.size, local.content.mode, None)
+            SyncChange(path, local.content.hash, local.facts.size, local.content.mode, None)
             for path, local in files.items()
         ]
         batches = [changes[start : start + _BATCH] for start in range(0, len(changes), _BATCH)]
@@ -254,9 +254,9 @@ class FilespaceSync:
                 known.cursor, known.merged = stored.newest, True
 
     def _upload(self, tree: SyncedTree, path: str, there: set[str]) -> LocalFile | None:
-        drafts: list[Draft] = []
+        drafts: list[HashedContent] = []
 
-        def read(fd: int, size: int) -> Draft:
+        def read(fd: int, size: int) -> HashedContent:
             drafts.append(self._contents.draft(fd, size))
             return drafts[-1]
 
@@ -274,12 +274,12 @@ class FilespaceSync:
                 each.drop()
 
     @staticmethod
-    def _stored(entry: Entry, local: LocalFile | None, known: Base, done: Synced) -> None:
+    def _stored(entry: SyncEntry, local: LocalFile | None, known: Base, done: Synced) -> None:
         if local is None or entry.deleted:
             known.rows.pop(entry.path, None)
             done.push_deleted += 1
             return
-        known.rows[entry.path] = Row(entry.version, local.content, entry.size, local.known, True)
+        known.rows[entry.path] = BaseRow(entry.version, local.content, entry.size, local.known, True)
         done.pushed += 1
         done.pushed_bytes += entry.size
 
@@ -318,7 +318,7 @@ def _refuse_over(scan: Scan, cap: int | None) -> None:
         )
 
 
-def _refuse_hidden(made: Plan, hidden: Callable[[str], bool]) -> None:
+def _refuse_hidden(made: SyncPlan, hidden: Callable[[str], bool]) -> None:
     """Refuse to write a file that a running sandbox must not read: only the former file has the mask."""
     path = next((entry.path for entry in made.writes if hidden(entry.path)), None)
     if path is not None:
@@ -330,7 +330,7 @@ def _refuse_hidden(made: Plan, hidden: Callable[[str], bool]) -> None:
         )
 
 
-def _room(made: Plan, scan: Scan, cap: int | None) -> None:
+def _room(made: SyncPlan, scan: Scan, cap: int | None) -> None:
     """Refuse a pull whose files do not fit."""
     if cap is None or not made.writes:
         return

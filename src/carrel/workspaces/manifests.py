@@ -36,7 +36,7 @@ class Bundle:
 
 
 @dataclass(frozen=True, slots=True)
-class Attachment:
+class StoredAttachment:
     """Bytes stored with a snapshot: their object and its position, so that one request reads them."""
 
     key: str
@@ -55,7 +55,7 @@ class Manifest:
     files: int
     created_at: float
     bundles: tuple[Bundle, ...]
-    attachment: Attachment | None = None
+    attachment: StoredAttachment | None = None
     version: Literal[1] = 1
 
 

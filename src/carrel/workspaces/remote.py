@@ -46,9 +46,9 @@ class Remote(ABC):
 
             return Bucket(url)
         if url.startswith("/") and "\0" not in url:
-            from carrel.workspaces.remote_directory import Directory
+            from carrel.workspaces.remote_directory import RemoteDirectory
 
-            return Directory(url)
+            return RemoteDirectory(url)
         raise bad_url("it is neither an absolute path nor a URL that starts with s3://")
 
     @abstractmethod

@@ -24,7 +24,7 @@ _ABANDONED_S = 60.0
 _ATTEMPTS, _PAUSE_S = 100, 0.001
 
 
-class Directory(Remote):
+class RemoteDirectory(Remote):
     """Files in folders, accessible to the owner only, written aside and renamed."""
 
     def __init__(self, path: str):

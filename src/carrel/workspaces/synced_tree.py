@@ -22,7 +22,7 @@ from blake3 import blake3
 from carrel.errors import LimitExceeded, PlatformError
 from carrel.primitives import libc, walk
 from carrel.primitives.atomic import draft, write_all
-from carrel.workspaces.filespace import NOT_SYNCED, UNSURE, Content, Facts, LocalFile, Row
+from carrel.workspaces.filespace import NOT_SYNCED, UNSURE, BaseRow, Content, FileStat, LocalFile
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.volumes.capture import FRESH_NS
 
@@ -94,9 +94,9 @@ def pieces(fd: int, size: int) -> Iterator[bytes]:
         at += len(data)
 
 
-def facts_of(info: os.stat_result) -> Facts:
+def facts_of(info: os.stat_result) -> FileStat:
     """Return the facts in a stat result."""
-    return Facts(info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+    return FileStat(info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
 class SyncedTree:
@@ -117,7 +117,7 @@ class SyncedTree:
 
     # reading
 
-    def scan(self, rows: Mapping[str, Row]) -> Scan:
+    def scan(self, rows: Mapping[str, BaseRow]) -> Scan:
         """List every synced file. Reads none: files that differ from the facts in `rows` are left for `read`.
 
         Files nested so deep that no path can name them are not synced, and counted in `skipped`.
@@ -141,7 +141,7 @@ class SyncedTree:
             raise PlatformError(f"the workspace cannot be read: {error.strerror}") from None
         return found
 
-    def _look(self, fd: int, name: str, info: os.stat_result, path: str, row: Row | None, found: Scan) -> None:
+    def _look(self, fd: int, name: str, info: os.stat_result, path: str, row: BaseRow | None, found: Scan) -> None:
         if not stat.S_ISREG(info.st_mode):
             found.skipped += not stat.S_ISDIR(info.st_mode)
             return

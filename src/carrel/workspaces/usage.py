@@ -46,7 +46,7 @@ def scan(path: str, *, stop_bytes: int | None = None, stop_entries: int | None =
             unseen = True
             raise FileNotFoundError(errno.ENOENT, error.strerror) from None
 
-    chain = walk.Chain(top, enter)
+    chain = walk.OpenDirectories(top, enter)
     try:
         more = True
         while more:

@@ -12,13 +12,13 @@ from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import ApprovalNeeded, Denied
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import ApprovalDecision, ApprovalInfo, ApprovalState, PolicyDocuments
 from carrel.models.operations import CONNECT
 from carrel.policy.verdict import Verdict
 
-PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
-SANDBOX = Identity("sandbox:sbx-1", Kind.AGENT, frozenset())
+PERSON = Identity("person:ann", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
+SANDBOX = Identity("sandbox:sbx-1", OwnerKind.AGENT, frozenset())
 ASKS = Verdict("ask", "no rule allows or denies a.example")
 DENY = PolicyDocuments(settings={"permissions": {"deny": ["network(outbound:a.example)"]}})
 ALLOW = PolicyDocuments(settings={"permissions": {"allow": ["network(outbound:a.example)"]}})

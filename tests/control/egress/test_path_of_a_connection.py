@@ -19,13 +19,13 @@ from tests.support.wayout import OPEN, PATIENCE_S, Person, hello, plan, server, 
 from carrel.control.egress.service import _Attached
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import ApprovalDecision
 from carrel.policy.verdict import Verdict
 
 PAGE = Path(__file__).parents[3] / "docs/explanation/path-of-a-connection.md"
 STEP = re.compile(r"^(\d+)\. (?:`(carrel\.[\w.]+)`)?", re.MULTILINE)
-PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
+PERSON = Identity("person:ann", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
 
 
 def steps() -> dict[int, str]:

@@ -16,7 +16,7 @@ from carrel.config import Settings
 from carrel.control.egress.service import MOST_HOSTS
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import (
     ApprovalDecision,
     ApprovalScope,
@@ -29,7 +29,7 @@ from carrel.models import (
     TerminateRequest,
 )
 
-PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
+PERSON = Identity("person:ann", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions.live import LiveSandbox
 from carrel.errors import ApprovalNeeded, PlatformError
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import ApprovalDecision, CommandRequest, PolicyDocuments, SandboxRequest
 
-AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
-PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
+AGENT = Identity("agent:coder", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
+PERSON = Identity("person:ann", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
 ASKED = CommandRequest(command="uname")
 
 

@@ -17,7 +17,7 @@ from carrel.control.operations.admission import Admission
 from carrel.control.operations.call import Call, Traffic
 from carrel.control.operations.caller import Caller, caller
 from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, NotFound, PlatformError
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import ApprovalBatch, ApprovalDecision, ApprovalInfo, ApprovalScope, ApprovalState, EditRequest
 from carrel.models.operations import EDIT_FILE
 from carrel.policy.verdict import Verdict
@@ -26,8 +26,8 @@ from carrel.store.approvals import ApprovalRecord, ApprovalStore
 
 ASK = Verdict("ask", reason="no rule covers 'git push'")
 PUSH = call("shell", "run_command", {"command": "git  push\norigin"}, "agent:coder", "sbx-1", "c")
-PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
-AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
+PERSON = Identity("person:ann", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
+AGENT = Identity("agent:coder", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
 BY_RULE = ApprovalDecision(approve=True, scope=ApprovalScope.RULE, rule="shell(git push:*)")
 YES, NO = ApprovalDecision(approve=True), ApprovalDecision(approve=False, message="use a branch")
 
@@ -187,7 +187,7 @@ async def test_a_handle_is_for_exactly_what_was_asked(approvals: Inbox) -> None:
 async def test_approval_belongs_to_the_one_who_asked(approvals: Inbox, kind: Literal["shell", "mcp"]) -> None:
     operation = call(kind, "run_command", PUSH.arguments, "", "sbx-1", "c")
     handle = await _ask(approvals, operation)
-    other = Identity("agent:other", Kind.AGENT, frozenset({Scope.OPERATE}))
+    other = Identity("agent:other", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
     token = caller.set(Caller(other))
     own = await _ask(approvals, operation)
     assert own != handle, "each of them has to be asked for"
@@ -204,7 +204,7 @@ async def test_approval_for_a_context_is_for_everybody_there(approvals: Inbox) -
     operation = call("shell", "run_command", PUSH.arguments, "", "sbx-1", "c")
     handle = await _ask(approvals, operation)
     await approvals.decide(handle, ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT), PERSON)
-    token = caller.set(Caller(Identity("agent:other", Kind.AGENT, frozenset({Scope.OPERATE}))))
+    token = caller.set(Caller(Identity("agent:other", OwnerKind.AGENT, frozenset({Scope.OPERATE}))))
     assert await _use_now(approvals, operation, ASK) == handle
     caller.reset(token)
 

@@ -10,7 +10,7 @@ from tests.support.calls import call
 
 from carrel.control.governance.deciding import Decider, read_below
 from carrel.control.operations.call import Call
-from carrel.policy.documents.settings import Settings
+from carrel.policy.documents.settings import SettingsDocument
 from carrel.policy.documents.sources import Sources
 from carrel.policy.rules.decide import decide_shell
 from carrel.policy.rules.layers import Layer, Policy
@@ -18,7 +18,7 @@ from carrel.policy.rules.layers import Layer, Policy
 
 @pytest.fixture
 def rules() -> Policy:
-    settings = Settings.model_validate({"permissions": {"allow": ["shell(echo:*)", "shell(pip install:*)"]}})
+    settings = SettingsDocument.model_validate({"permissions": {"allow": ["shell(echo:*)", "shell(pip install:*)"]}})
     sources = Sources.model_validate({"package_managers": {"pip": {"blocked_packages": ["evil"]}}})
     return Policy.of([Layer("settings.json", settings, sources)], context_id="c")
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import asyncio
 
 from carrel.control.governance.open_requests import OpenRequests
-from carrel.identity import ROOT, Identity, Kind, Scope
+from carrel.identity import ROOT, Identity, OwnerKind, Scope
 
 
 def who(token_id: str, expires_at: float | None = None) -> Identity:
-    return Identity("agent:a", Kind.AGENT, frozenset({Scope.READ}), token_id=token_id, expires_at=expires_at)
+    return Identity("agent:a", OwnerKind.AGENT, frozenset({Scope.READ}), token_id=token_id, expires_at=expires_at)
 
 
 async def test_what_stays_open_ends_with_its_token() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.control.governance.redaction import OutputRedactor, clean_error, clean_info, clean_output, clean_result
-from carrel.control.supervisor.frames import Chunk, TextCutter
+from carrel.control.supervisor.frames import StreamChunk, TextCutter
 from carrel.errors import Denied, NotFound
 from carrel.models import CommandInfo, CommandResult
 from carrel.redaction.redact import Redactor
@@ -19,24 +19,24 @@ PIECES = st.lists(
 )  # fmt: skip
 
 
-def _cut(pieces: list[tuple[str, bytes]], sizes: list[int]) -> list[Chunk]:
+def _cut(pieces: list[tuple[str, bytes]], sizes: list[int]) -> list[StreamChunk]:
     """The pieces in chunks of other sizes; order and streams as they are."""
     chunks = []
     for stream, data in pieces:
         while data:
             size = sizes[len(chunks) % len(sizes)]
-            chunks.append(Chunk(stream, data[:size]))
+            chunks.append(StreamChunk(stream, data[:size]))
             data = data[size:]
     return chunks
 
 
-def _read(chunks: list[Chunk], skip: int = 0) -> list[Chunk]:
+def _read(chunks: list[StreamChunk], skip: int = 0) -> list[StreamChunk]:
     cleaned = OutputRedactor(REDACTOR, skip)
     given = [each for chunk in chunks for each in cleaned.feed(chunk)]
     return given + cleaned.finish()
 
 
-def _text(chunks: list[Chunk], stream: str) -> bytes:
+def _text(chunks: list[StreamChunk], stream: str) -> bytes:
     return b"".join(chunk.data for chunk in chunks if chunk.stream == stream)
 
 
@@ -60,7 +60,7 @@ def test_who_goes_on_from_an_offset_gets_the_rest_and_no_secret(
     chunks = _cut(pieces, sizes)
     whole = _read(chunks)
     cutter = TextCutter()
-    seen: list[Chunk] = []
+    seen: list[StreamChunk] = []
     for chunk in whole[:stop]:
         seen.append(chunk)
         cutter.feed(chunk)
@@ -69,7 +69,7 @@ def test_who_goes_on_from_an_offset_gets_the_rest_and_no_secret(
     offset = cutter.offset
     skip = min(offset, REDACTOR.lookbehind)
     flat = b"".join(chunk.data for chunk in chunks)
-    rest = _read([Chunk("stdout", flat[offset - skip :])] if flat else [], skip)
+    rest = _read([StreamChunk("stdout", flat[offset - skip :])] if flat else [], skip)
     shown = b"".join(chunk.data for chunk in seen) + b"".join(chunk.data for chunk in rest)
     assert SECRET not in shown
     assert shown == REDACTOR.data(flat)
@@ -77,23 +77,23 @@ def test_who_goes_on_from_an_offset_gets_the_rest_and_no_secret(
 
 def test_one_stream_waits_while_the_other_may_be_in_a_secret_but_not_for_ever() -> None:
     cleaned = OutputRedactor(REDACTOR)
-    assert cleaned.feed(Chunk("stdout", b"x" + SECRET[:8])) == [Chunk("stdout", b"x", 1)]
-    assert cleaned.feed(Chunk("stderr", b"warning")) == []
-    given = cleaned.feed(Chunk("stdout", SECRET[8:])) + cleaned.feed(Chunk("stdout", b"\n"))
+    assert cleaned.feed(StreamChunk("stdout", b"x" + SECRET[:8])) == [StreamChunk("stdout", b"x", 1)]
+    assert cleaned.feed(StreamChunk("stderr", b"warning")) == []
+    given = cleaned.feed(StreamChunk("stdout", SECRET[8:])) + cleaned.feed(StreamChunk("stdout", b"\n"))
     assert [chunk.data for chunk in given if chunk.data] == [b"[secret:PASSWORD]", b"\n", b"warning"]
     assert sum(chunk.raw or 0 for chunk in given) == len(SECRET) + 8
     assert not cleaned.holds
-    cleaned.feed(Chunk("stdout", SECRET[:8]))
-    given = cleaned.feed(Chunk("stderr", b"y" * 70_000))
+    cleaned.feed(StreamChunk("stdout", SECRET[:8]))
+    given = cleaned.feed(StreamChunk("stderr", b"y" * 70_000))
     assert _text(given, "stderr") == b"y" * 70_000
 
 
 def test_an_echoed_key_is_shown_when_nothing_follows() -> None:
     cleaned = OutputRedactor(REDACTOR)
-    assert cleaned.feed(Chunk("stdout", b"h")) == []
-    assert cleaned.quiet() == [Chunk("stdout", b"h", 1)]
+    assert cleaned.feed(StreamChunk("stdout", b"h")) == []
+    assert cleaned.quiet() == [StreamChunk("stdout", b"h", 1)]
     assert cleaned.quiet() == []
-    shown = b"".join(chunk.data for chunk in cleaned.feed(Chunk("stdout", SECRET[1:] + b"!")))
+    shown = b"".join(chunk.data for chunk in cleaned.feed(StreamChunk("stdout", SECRET[1:] + b"!")))
     assert SECRET[1:] not in shown and shown.endswith(b"!")
 
 
@@ -110,7 +110,7 @@ async def test_frames_in_frames_out() -> None:
 
     chunks = [chunk async for chunk in clean_output(stream(), current, 0)]
     assert _text(chunks, "stdout") == b"key [secret:PASSWORD]" and _text(chunks, "stderr") == b"done"
-    assert chunks[-1] == Chunk("end", b"{}")
+    assert chunks[-1] == StreamChunk("end", b"{}")
 
 
 def test_results() -> None:

@@ -15,7 +15,7 @@ from carrel.config import Settings
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import AlreadyExists, ApprovalNeeded, Conflict, Denied, InvalidRequest
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import (
     ApprovalDecision,
     ApprovalState,
@@ -30,8 +30,8 @@ from carrel.models import (
 from carrel.models.files import DeleteRequest
 from carrel.models.operations import DELETE_FILE, MAKE_DIRECTORY, MOVE_FILE
 
-AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
-PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
+AGENT = Identity("agent:coder", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
+PERSON = Identity("person:ann", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
 YES = ApprovalDecision(approve=True)
 FILES = ["file(read:${WORKSPACE}/**)", "file(write:${WORKSPACE}/**)"]
 

@@ -31,7 +31,7 @@ from carrel.control.mcp.links import (
     REFUSED,
     TIMED_OUT,
     NoAnswer,
-    Refused,
+    RequestRefused,
     known_failure,
     refusal_answer,
     timeout_answer,
@@ -101,7 +101,7 @@ def test_what_is_told_of_a_group() -> None:
 
 def test_answers_that_stand_for_none() -> None:
     assert timeout_answer(3)[TIMED_OUT] and "3 seconds" in timeout_answer(3)["content"][0]["text"]
-    assert refusal_answer(Refused(-1, "no"))[REFUSED] == {"code": -1, "message": "no"}
+    assert refusal_answer(RequestRefused(-1, "no"))[REFUSED] == {"code": -1, "message": "no"}
 
 
 def test_what_a_server_can_be_given() -> None:

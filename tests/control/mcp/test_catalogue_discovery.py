@@ -13,7 +13,7 @@ from carrel.config import Settings, load
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import NotFound
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import (
     CommandRequest,
     McpCatalogue,
@@ -144,7 +144,7 @@ async def test_nobody_else_works_where_carrel_asks(plane: ControlPlane, box: str
     while not (found := [each for each in plane.sessions.live() if each.record.acts_for is not None]):
         await asyncio.sleep(0.01)
     own = found[0].record.id
-    token = caller.set(Caller(Identity("agent:a", Kind.AGENT, frozenset({Scope.OPERATE}))))
+    token = caller.set(Caller(Identity("agent:a", OwnerKind.AGENT, frozenset({Scope.OPERATE}))))
     try:
         with pytest.raises(NotFound, match="carrel itself"):
             await plane.operations.run_command(own, CommandRequest(command="ls /run/secrets"))

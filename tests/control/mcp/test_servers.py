@@ -25,7 +25,7 @@ from carrel.errors import (
     NotFound,
     NotRunning,
 )
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import (
     MOST_MCP_SERVERS,
     ApprovalDecision,
@@ -41,7 +41,7 @@ from carrel.models import (
 )
 
 SERVER = McpServerRequest(command=["python3", "good.py"], variables={"CONTEXT": "c"})
-PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
+PERSON = Identity("person:ann", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ async def test_rules_name_server_and_tool(plane: ControlPlane, box: str) -> None
     with pytest.raises(Denied) as denied:
         await call(plane, "fail")
     assert denied.value.rule == "mcp(good:fail)"
-    token = caller.set(Caller(Identity("agent:a", Kind.AGENT, frozenset({Scope.OPERATE}))))
+    token = caller.set(Caller(Identity("agent:a", OwnerKind.AGENT, frozenset({Scope.OPERATE}))))
     try:
         with pytest.raises(ApprovalNeeded) as asked:
             await call(plane, "count")
@@ -237,7 +237,7 @@ async def test_what_one_does_wrong_is_told_and_others_go_on(plane: ControlPlane,
 async def test_what_a_person_let_in_is_started_without_asking(plane: ControlPlane, box: str) -> None:
     rules = {"permissions": {"allow": ["mcp(good:*)"]}}
     await plane.policy_changes.put("c", PolicyDocuments(settings=rules), "ann")
-    token = caller.set(Caller(Identity("agent:a", Kind.AGENT, frozenset({Scope.OPERATE}))))
+    token = caller.set(Caller(Identity("agent:a", OwnerKind.AGENT, frozenset({Scope.OPERATE}))))
     try:
         with pytest.raises(ApprovalNeeded) as asked:
             await plane.mcp.add(box, "good", SERVER)

@@ -13,7 +13,7 @@ import pytest
 from tests.support.mcp_hosted import GOOD, HOSTILE
 
 from carrel.control.mcp import session as mcp_session
-from carrel.control.mcp.links import NoAnswer, Refused
+from carrel.control.mcp.links import NoAnswer, RequestRefused
 from carrel.control.mcp.session import Conversation
 from carrel.errors import LimitExceeded, McpServerFailed
 
@@ -74,7 +74,7 @@ async def test_a_conversation(begin: Begin) -> None:
     assert (await talk.call_tool("echo", {"text": "hi"}, 20))["content"] == [{"type": "text", "text": "hi"}]
     assert (await talk.read_resource("memo://one", 20))["contents"][0]["text"] == "what it holds"
     assert (await talk.get_prompt("greet", {"who": "x"}, 20))["messages"][0]["content"]["text"] == "greet x"
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         await talk.call_tool("absent", {}, 20)
     assert refused.value.code == -32602
     found, left = await talk.offers(20)

@@ -14,7 +14,7 @@ from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import ApprovalNeeded, Conflict, Denied, NotFound, RunsElsewhere
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import (
     ApprovalDecision,
     CommandRequest,
@@ -28,8 +28,8 @@ from carrel.models.files import StatRequest
 from carrel.models.operations import EDIT_FILE, STAT_FILE
 from carrel.policy.verdict import Verdict
 
-AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
-PERSON = Identity("person:ann", Kind.PERSON, frozenset({Scope.APPROVE}))
+AGENT = Identity("agent:coder", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
+PERSON = Identity("person:ann", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
 POLICY: dict[str, object] = {
     "permissions": {
         "allow": ["shell(echo:*)", "file(read:${WORKSPACE}/**)", "file(write:${WORKSPACE}/**)"],

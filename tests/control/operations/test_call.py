@@ -6,7 +6,7 @@ from tests.support.calls import call
 from carrel.control.operations.call import SELF, Call, Traffic, refusal
 from carrel.control.operations.caller import Caller
 from carrel.errors import Denied, from_problem
-from carrel.identity import Identity, Kind
+from carrel.identity import Identity, OwnerKind
 from carrel.models.operations import STOP
 from carrel.policy.verdict import Verdict
 
@@ -17,7 +17,7 @@ def test_owner_is_the_context_else_the_sandbox() -> None:
 
 
 def test_subject_is_the_caller_or_carrel_itself() -> None:
-    who = Caller(Identity("agent:a", Kind.AGENT, frozenset()), request_id="r-1")
+    who = Caller(Identity("agent:a", OwnerKind.AGENT, frozenset()), request_id="r-1")
     assert (Call(STOP, {}, who).subject, Call(STOP, {}, None).subject) == ("agent:a", SELF)
 
 

@@ -3,11 +3,11 @@ from __future__ import annotations
 import asyncio
 
 from carrel.control.operations.caller import Caller, caller
-from carrel.identity import ROOT, Identity, Kind, Scope
+from carrel.identity import ROOT, Identity, OwnerKind, Scope
 
 
 async def test_it_follows_a_request_into_the_tasks_it_starts_and_no_other() -> None:
-    agent = Identity("agent:a", Kind.AGENT, frozenset({Scope.OPERATE}))
+    agent = Identity("agent:a", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
 
     async def request() -> Caller:
         caller.set(Caller(agent, approval="apr-1"))

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from tests.support.calls import caller_named
 
 from carrel.api.files import add_route
-from carrel.api.guard import Router
+from carrel.api.guard import GuardedRouter
 from carrel.audit import Filter, chain_of
 from carrel.control.operations.caller import caller
 from carrel.control.plane import ControlPlane
@@ -59,7 +59,7 @@ async def test_row_gets_a_guarded_route(plane: ControlPlane, monkeypatch: pytest
     await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
     await plane.operations.write_file("c", "a", b"12345")
     monkeypatch.setitem(OPERATIONS, MEASURE.id, MEASURE)  # type: ignore[misc]
-    router, app = Router(prefix="/v1/sandboxes/{id}/files"), FastAPI()
+    router, app = GuardedRouter(prefix="/v1/sandboxes/{id}/files"), FastAPI()
     add_route(router, MEASURE)
     app.include_router(router)
     app.state.plane = plane

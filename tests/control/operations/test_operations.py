@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from carrel.control.plane import ControlPlane
-from carrel.control.supervisor.frames import Chunk
+from carrel.control.supervisor.frames import StreamChunk
 from carrel.errors import InvalidPath, InvalidRequest, NotFound, SandboxLost
 from carrel.models import CommandRequest, EditRequest, ExecuteRequest, SandboxRequest, SignalRequest, ToolRequest
 from carrel.models.files import DeleteRequest, ListRequest, StatRequest
@@ -20,7 +20,7 @@ async def box(plane: ControlPlane) -> str:
     return info.id
 
 
-async def collect(chunks: AsyncIterator[Chunk]) -> list[Chunk]:
+async def collect(chunks: AsyncIterator[StreamChunk]) -> list[StreamChunk]:
     return [chunk async for chunk in chunks]
 
 

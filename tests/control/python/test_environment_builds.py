@@ -8,14 +8,14 @@ from tests.support.environments_ground import attach, context, source_package, s
 
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
-from carrel.control.python.environment_builds import Lines, described, modules, shared
-from carrel.control.python.environment_checks import Wanted
+from carrel.control.python.environment_builds import LineSplitter, described, modules, shared
+from carrel.control.python.environment_checks import ResolvableRequest
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded
 from carrel.isolation.rootfs import ENVIRONMENTS, UV
 from carrel.models import CommandRequest, State
-from carrel.workspaces.environments import Draft, Shelf
+from carrel.workspaces.environments import EnvironmentDraft, Shelf
 
-WANTED = Wanted(("scikit-learn>1", "six"), "3.11", "/usr/bin/python3.11", (), "[]")
+WANTED = ResolvableRequest(("scikit-learn>1", "six"), "3.11", "/usr/bin/python3.11", (), "[]")
 
 
 @pytest.fixture
@@ -41,19 +41,19 @@ def test_what_a_draft_says_of_itself(tmp_path: Path) -> None:
         (packages / name).mkdir(parents=True)
         (packages / name / "RECORD").write_text(record)
     (tmp_path / "pyvenv.cfg").write_text("home = /usr/bin\nversion_info = 3.11.2\n")
-    built = described(Draft(str(tmp_path)), WANTED)
+    built = described(EnvironmentDraft(str(tmp_path)), WANTED)
     assert (built.python, built.imports) == ("3.11.2", ["six"])
     assert built.packages == [{"name": "numpy", "version": "2"}, {"name": "six", "version": "1.17"}]
     (tmp_path / "pyvenv.cfg").unlink()
     (tmp_path / "pyvenv.cfg").symlink_to("/etc/passwd")
-    assert described(Draft(str(tmp_path)), WANTED).python == "3.11"
+    assert described(EnvironmentDraft(str(tmp_path)), WANTED).python == "3.11"
     with pytest.raises(InvalidRequest, match="no packages"):
-        described(Draft(str(packages)), WANTED)
+        described(EnvironmentDraft(str(packages)), WANTED)
 
 
 def test_lines_as_they_come() -> None:
     said: list[str] = []
-    lines = Lines(said.append)
+    lines = LineSplitter(said.append)
     for piece in (b"Res", "olved ½".encode()[:-1], "½".encode()[-1:] + b"\n\n  + a\nrest"):
         lines.feed(piece)
     lines.feed(b"\xff" * 5000)

@@ -11,7 +11,7 @@ from carrel.control.governance.policies import building_layer
 from carrel.control.python.environment_checks import (
     Lock,
     Requester,
-    Wanted,
+    ResolvableRequest,
     interpreter_of,
     interpreters,
     lock_of,
@@ -20,8 +20,8 @@ from carrel.control.python.environment_checks import (
     wanted,
 )
 from carrel.egress.access import Target
-from carrel.egress.outbound.rules import Rules
-from carrel.egress.plan import Index
+from carrel.egress.outbound.rules import EgressRules
+from carrel.egress.plan import PackageIndex
 from carrel.errors import InvalidRequest
 from carrel.policy.documents import sources
 from carrel.policy.rules.layers import Layer, Policy
@@ -29,7 +29,7 @@ from carrel.policy.rules.layers import Layer, Policy
 HASH = "a" * 64
 LOCK = f"six==1.17.0 \\\n    --hash=sha256:{HASH}\n"
 PYTHON = ("3.11", "/usr/bin/python3.11")
-HOST = [Index("default", "https://user:password@index.test/simple/")]
+HOST = [PackageIndex("default", "https://user:password@index.test/simple/")]
 
 
 def policy(text: str) -> Policy:
@@ -97,11 +97,11 @@ def test_no_line_is_taken_that_is_no_pin(text: str) -> None:
 
 
 def test_what_makes_environments_the_same() -> None:
-    base = Wanted(("six",), *PYTHON, ("https://a.test/simple/",), "[]")
+    base = ResolvableRequest(("six",), *PYTHON, ("https://a.test/simple/",), "[]")
     lock = lock_of(LOCK)
-    other = Wanted(("six", "six>1"), *PYTHON, ("https://a.test/simple/",), '["blocked"]')
+    other = ResolvableRequest(("six", "six>1"), *PYTHON, ("https://a.test/simple/",), '["blocked"]')
     assert base.key != other.key and base.hash(lock) == other.hash(lock), "only the lock and where it is from count"
-    elsewhere = Wanted(("six",), *PYTHON, ("https://b.test/simple/",), "[]")
+    elsewhere = ResolvableRequest(("six",), *PYTHON, ("https://b.test/simple/",), "[]")
     assert base.hash(lock) != elsewhere.hash(lock), "what others' registries build is not shared"
     assert base.hash(lock) != base.hash(Lock(lock.text + "\n", lock.packages))
     assert name_of(b"one", "h") != name_of(b"two", "h") and len(name_of(b"one", "h")) == 40
@@ -111,7 +111,7 @@ def test_a_request_under_a_policy() -> None:
     found = wanted(("six",), PYTHON, Policy.open(), HOST, None)
     assert found.registries == (HOST[0].url,)
     assert wanted(("six",), PYTHON, Policy.open(), HOST, "default").registries == found.registries
-    two = [*HOST, Index("extra", "https://extra.test/simple/")]
+    two = [*HOST, PackageIndex("extra", "https://extra.test/simple/")]
     with pytest.raises(InvalidRequest, match="no registries to choose"):
         wanted(("six",), PYTHON, Policy.open(), two, "extra")
     named = policy(
@@ -125,7 +125,7 @@ def test_a_request_under_a_policy() -> None:
     with pytest.raises(InvalidRequest, match="may not install"):
         wanted(("six",), PYTHON, policy('{"package_managers": {"pip": {"enabled": false}}}'), HOST, None)
     layers = [*named.layers, building_layer(named, "b")]
-    rules = Rules(Policy.of(layers, context_id="c", workspace="/workspace"))
+    rules = EgressRules(Policy.of(layers, context_id="c", workspace="/workspace"))
     assert rules.packages.registries is not None and [each.name for each in rules.packages.registries] == ["b"]
 
 
@@ -135,10 +135,10 @@ def test_where_it_is_built_no_host_is_reached() -> None:
         context_id="c",
         workspace="/workspace",
     )
-    assert Rules(allowed).decide(Target("api.test", 443)).verdict == "allow"
+    assert EgressRules(allowed).decide(Target("api.test", 443)).verdict == "allow"
     for given_policy in (allowed, Policy.open()):
         layers = [*given_policy.layers, building_layer(given_policy, None)]
-        rules = Rules(Policy.of(layers, context_id="c", workspace="/workspace"))
+        rules = EgressRules(Policy.of(layers, context_id="c", workspace="/workspace"))
         assert rules.decide(Target("api.test", 443)).verdict == "deny"
         assert rules.packages.enabled
 

@@ -13,7 +13,7 @@ from tests.support.sandboxes import until
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
 from carrel.control.python import environments
-from carrel.control.python.environments import Work
+from carrel.control.python.environments import SharedWork
 from carrel.errors import Conflict, InvalidRequest, NotFound
 from carrel.models import CommandRequest, EnvironmentAttach, PolicyDocuments, State, TerminateRequest
 
@@ -82,7 +82,7 @@ async def test_secrets_are_not_in_the_words(plane: ControlPlane) -> None:
 
 
 async def test_who_comes_late_hears_it_all() -> None:
-    work: Work[int] = Work()
+    work: SharedWork[int] = SharedWork()
     done = asyncio.Event()
 
     async def run() -> int:

@@ -11,11 +11,11 @@ import pytest
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.control.python.environments import Environments
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import SandboxRequest, TerminateRequest
 from carrel.store.environments import EnvironmentRecord
 
-TENANT = Identity("someone", Kind.PERSON, frozenset({Scope.OPERATE}), namespace="team")
+TENANT = Identity("someone", OwnerKind.PERSON, frozenset({Scope.OPERATE}), namespace="team")
 HOLDER = "team:one"
 
 

@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from carrel.config import RouterSettings
-from carrel.control.python.stateless_callers import Load, Moves, Owner, Place, RoutingTable, State, WaitingCall
+from carrel.control.python.stateless_callers import (
+    MemoryUse,
+    Moves,
+    Owner,
+    PooledSandbox,
+    RoutingTable,
+    State,
+    WaitingCall,
+)
 
 A, B, C = (("agent:a", None), ("agent:b", None), ("agent:a", "team"))
 MB = 1 << 20
@@ -28,13 +36,13 @@ def place(
     *envs: str,
     used_at: float = 0.0,
     memory: int = 0,
-) -> Place:
-    made = Place(template, owner, state, id="s", envs=set(envs), used_at=used_at, load=Load(memory))
+) -> PooledSandbox:
+    made = PooledSandbox(template, owner, state, id="s", envs=set(envs), used_at=used_at, load=MemoryUse(memory))
     of.places[made] = None
     return made
 
 
-def one(of: RoutingTable, owner: Owner, template: str | None = None, env: str | None = None) -> Place | None:
+def one(of: RoutingTable, owner: Owner, template: str | None = None, env: str | None = None) -> PooledSandbox | None:
     """What a call gets at once."""
     of.ask(owner, template, env)
     moves = of.match()
@@ -173,7 +181,7 @@ class Traffic(RuleBasedStateMachine):
     def begin(self, places: int, queue: int, spares: int) -> None:
         self.of = table(places, queue, spares)
         self.lines: dict[Owner, deque[WaitingCall]] = {}
-        self.held: dict[Place, WaitingCall] = {}
+        self.held: dict[PooledSandbox, WaitingCall] = {}
         self.now = 0.0
 
     def waiting(self) -> list[WaitingCall]:
@@ -184,7 +192,7 @@ class Traffic(RuleBasedStateMachine):
         moves = self.of.match()
         self.check(moves, before)
 
-    def check(self, moves: Moves, before: dict[Place, Owner | None]) -> None:
+    def check(self, moves: Moves, before: dict[PooledSandbox, Owner | None]) -> None:
         for wish, given in moves.given:
             line = self.lines[wish.owner]
             assert line.popleft() is wish, "a caller's calls are served in their order"
@@ -201,7 +209,7 @@ class Traffic(RuleBasedStateMachine):
         for owner in [owner for owner, line in self.lines.items() if not line]:
             del self.lines[owner]
 
-    def some(self, *states: str) -> list[Place]:
+    def some(self, *states: str) -> list[PooledSandbox]:
         return sorted((each for each in self.of.places if each.state in states), key=lambda each: each.used_at)
 
     @rule(owner=OWNERS, template=TEMPLATES, env=ENVS)
@@ -225,7 +233,7 @@ class Traffic(RuleBasedStateMachine):
         done = data.draw(st.sampled_from(sorted(self.held, key=lambda each: each.used_at)))
         wish = self.held.pop(done)
         self.now += 1
-        done.used_at, done.load = self.now, Load(memory)
+        done.used_at, done.load = self.now, MemoryUse(memory)
         if wish.env is not None:
             done.envs.add(wish.env)
         done.state = "emptying" if reusable else "ending"

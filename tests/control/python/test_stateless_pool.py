@@ -17,7 +17,7 @@ from carrel.config import Settings
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.control.python import stateless_pool as router_module
-from carrel.control.python.stateless_pool import Router
+from carrel.control.python.stateless_pool import StatelessPool
 from carrel.errors import (
     ApprovalNeeded,
     Conflict,
@@ -29,7 +29,7 @@ from carrel.errors import (
     SandboxLost,
     Unsupported,
 )
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import (
     ApprovalDecision,
     CommandRequest,
@@ -60,7 +60,7 @@ def call(
     plane: ControlPlane, code: str, subject: str = "agent:a", approval: str | None = None, **more: object
 ) -> asyncio.Task[StatelessResult]:
     """A call of some caller."""
-    identity = Identity(subject, Kind.AGENT, frozenset({Scope.OPERATE}))
+    identity = Identity(subject, OwnerKind.AGENT, frozenset({Scope.OPERATE}))
 
     async def run() -> StatelessResult:
         caller.set(Caller(identity, approval))
@@ -176,7 +176,7 @@ async def test_nobody_else_works_in_them(settings: Settings) -> None:
         await until(lambda: idle(plane) == 2)
         used, spare = sorted((each for each in plane.router.table.places), key=lambda each: each.owner is None)
         for subject, place, works in (("a", used, True), ("b", used, False), ("a", spare, False), ("b", spare, False)):
-            token = caller.set(Caller(Identity(f"agent:{subject}", Kind.AGENT, frozenset({Scope.OPERATE}))))
+            token = caller.set(Caller(Identity(f"agent:{subject}", OwnerKind.AGENT, frozenset({Scope.OPERATE}))))
             try:
                 if works:
                     await plane.operations.forward(STAT_FILE, place.id, StatRequest(path="."))
@@ -300,7 +300,7 @@ async def test_what_a_server_left_is_ended(settings: Settings) -> None:
         await settled(plane)
         [used] = plane.sessions.live()
         kept, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="kept"))
-        after = Router(
+        after = StatelessPool(
             settings.router, plane.sessions, plane.operations, plane.own_operations, plane.python, plane.packages,
             plane.metrics,
         )  # fmt: skip
@@ -337,7 +337,7 @@ async def asking(settings: Settings) -> AsyncIterator[ControlPlane]:
         yield plane
 
 
-PERSON = Identity("user:p", Kind.PERSON, frozenset({Scope.APPROVE}))
+PERSON = Identity("user:p", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
 
 
 async def test_an_approval_is_the_callers_whichever_sandbox_answers(settings: Settings) -> None:

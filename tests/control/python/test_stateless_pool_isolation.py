@@ -19,7 +19,7 @@ from tests.support.sandboxes import ROOT
 from carrel.config import Settings
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import StatelessRequest, StatelessResult
 
 CLIENTS = 8
@@ -117,7 +117,7 @@ async def shared(settings: Settings) -> AsyncIterator[ControlPlane]:
 
 
 async def run(plane: ControlPlane, me: str, given: Call) -> StatelessResult:
-    caller.set(Caller(Identity(f"agent:{given.client}", Kind.AGENT, frozenset({Scope.OPERATE}))))
+    caller.set(Caller(Identity(f"agent:{given.client}", OwnerKind.AGENT, frozenset({Scope.OPERATE}))))
     code = CODE.format(me=me, leaves=sorted(given.leaves), env=given.env)
     files = {f"given-{me}": b64encode(me.encode()).decode()}
     wanted = None if given.env is None else [given.env]

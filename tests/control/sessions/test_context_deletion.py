@@ -9,10 +9,10 @@ from carrel.config import Settings
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import Conflict, NotFound
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import McpServerRequest, PolicyDocuments, SandboxRequest, TerminateRequest
 
-AGENT = Identity("agent:a", Kind.AGENT, frozenset({Scope.OPERATE}))
+AGENT = Identity("agent:a", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
 RULES = {"permissions": {"deny": ["shell(curl:*)"]}}
 
 

@@ -17,7 +17,7 @@ from carrel.errors import (
     PlatformError,
     Unsupported,
 )
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import (
     ApprovalDecision,
     ApprovalScope,
@@ -35,7 +35,7 @@ from carrel.models.operations import STAT_FILE
 from carrel.providers.base import Launch
 
 ASKS = CommandRequest(command="perl -e 1")
-PERSON = Identity("user:p", Kind.PERSON, frozenset({Scope.APPROVE}))
+PERSON = Identity("user:p", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
 
 
 def workspaces(plane: ControlPlane) -> list[str]:

@@ -11,10 +11,10 @@ from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions import templates as module
 from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, LimitExceeded, NotFound, PlatformError
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import CommandRequest, PolicyDocuments, SandboxRequest, TerminateRequest
 
-AGENT = Identity("agent:coder", Kind.AGENT, frozenset({Scope.OPERATE}))
+AGENT = Identity("agent:coder", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
 RECIPE = """
 description = "for numbers"
 limits = { memory_mb = 256, timeout_s = 60 }

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from carrel.audit import AuditLog, Entry, Filter, SigningKey, chain_of, verify
+from carrel.audit import AuditEntry, AuditLog, Filter, SigningKey, chain_of, verify
 from carrel.config import Settings
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions import upkeep as janitor
 from carrel.errors import Conflict, LimitExceeded
-from carrel.identity import Identity, Kind, Scope
+from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest, State
 from carrel.models.files import DeleteRequest, StatRequest
 from carrel.models.operations import DELETE_FILE, MAKE_DIRECTORY, STAT_FILE
@@ -123,7 +123,9 @@ async def test_the_audit_log_is_kept_for_as_long_as_it_is_set(settings: Settings
     before = AuditLog(AuditStore(database), key, "n", clock=lambda: old)
     await before.open()
     for number in range(10):
-        (await before.begin(Entry(chain_of("c"), "agent:a", "shell", "run_command", arguments={"n": number}))).end()
+        (
+            await before.begin(AuditEntry(chain_of("c"), "agent:a", "shell", "run_command", arguments={"n": number}))
+        ).end()
     await before.close()
     await database.close()
     audit = settings.audit.model_copy(update={"keep_days": 2})
@@ -156,7 +158,7 @@ def _described(plane: ControlPlane, context: str) -> dict[str, object]:
 
 
 async def test_the_description_of_a_workspace_is_true(plane: ControlPlane) -> None:
-    agent = Identity("agent:coder-1", Kind.AGENT, frozenset({Scope.OPERATE}))
+    agent = Identity("agent:coder-1", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
     reset = caller.set(Caller(agent))
     try:
         info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="team:c"))

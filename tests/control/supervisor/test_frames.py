@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.control.supervisor.frames import MAX_END, Chunk, FrameReader, TextCutter
+from carrel.control.supervisor.frames import MAX_END, FrameReader, StreamChunk, TextCutter
 from carrel.errors import SandboxLost
 
 FRAMES = st.lists(st.tuples(st.sampled_from([1, 2]), st.binary(max_size=200)), max_size=20)
@@ -31,7 +31,7 @@ def test_however_the_bytes_come(frames: list[tuple[int, bytes]], end: bytes, siz
     reader = FrameReader()
     chunks = [chunk for part in split(wire, sizes) for chunk in reader.feed(part)]
     assert reader.ended
-    assert chunks[-1] == Chunk("end", end)
+    assert chunks[-1] == StreamChunk("end", end)
     for stream, kind in (("stdout", 1), ("stderr", 2)):
         got = b"".join(chunk.data for chunk in chunks if chunk.stream == stream)
         assert got == b"".join(data for each, data in frames if each == kind)
@@ -63,7 +63,7 @@ def test_nonsense_is_refused(wire: bytes) -> None:
 )
 def test_pieces_lose_nothing_and_offsets_are_places_to_go_on(chunks: list[tuple[str, bytes]]) -> None:
     cutter = TextCutter(7)
-    pieces = [piece for stream, data in chunks for piece in cutter.feed(Chunk(stream, data))] + cutter.flush()
+    pieces = [piece for stream, data in chunks for piece in cutter.feed(StreamChunk(stream, data))] + cutter.flush()
     whole = b"".join(data for _, data in chunks)
     at = 0
     for piece in pieces:
@@ -77,5 +77,5 @@ def test_pieces_lose_nothing_and_offsets_are_places_to_go_on(chunks: list[tuple[
 def test_a_character_that_comes_in_two_chunks_is_text() -> None:
     cutter = TextCutter()
     first, second = "aé".encode()[:2], "aé".encode()[2:]
-    pieces = cutter.feed(Chunk("stdout", first)) + cutter.feed(Chunk("stdout", second))
+    pieces = cutter.feed(StreamChunk("stdout", first)) + cutter.feed(StreamChunk("stdout", second))
     assert [(piece.text, piece.offset) for piece in pieces] == [("a", 1), ("é", 3)]

@@ -14,7 +14,7 @@ from carrel.control.plane import ControlPlane
 from carrel.control.workspaces.bundles import AT_ONCE, SMALL, Incoming
 from carrel.errors import Denied, InvalidPath, InvalidRequest, NotRunning
 from carrel.models import PolicyDocuments, SandboxRequest, StatelessRequest
-from carrel.models.bundles import END, Part, Unbundling
+from carrel.models.bundles import END, BundlePart, Unbundling
 from carrel.models.files import StatRequest
 from carrel.models.operations import STAT_FILE
 
@@ -31,7 +31,7 @@ async def box(plane: ControlPlane) -> str:
 
 
 async def incoming(files: dict[str, bytes], end: bytes = END, step: int = 50_000) -> AsyncIterator[bytes]:
-    stream = b"".join(Part("file", len(data), path, 0o640).head() + data for path, data in files.items()) + end
+    stream = b"".join(BundlePart("file", len(data), path, 0o640).head() + data for path, data in files.items()) + end
     for start in range(0, len(stream), step):
         yield stream[start : start + step]
 
@@ -40,7 +40,7 @@ async def read(plane: ControlPlane, box: str, paths: list[str]) -> dict[str, tup
     parser, found, at = Unbundling(), {}, ""
     async for data in plane.bundles.read(box, paths):
         for item in parser.feed(data):
-            if isinstance(item, Part):
+            if isinstance(item, BundlePart):
                 at = item.path
                 found[at] = item.kind, b""
             else:
@@ -61,7 +61,7 @@ async def test_in_and_out(plane: ControlPlane, box: str) -> None:
 
 async def _twice(files: dict[str, bytes]) -> AsyncIterator[bytes]:
     for data in files.values():
-        yield Part("file", len(data), "a").head() + data
+        yield BundlePart("file", len(data), "a").head() + data
     yield END
 
 
@@ -83,7 +83,7 @@ async def test_what_cannot_be_written_or_read(plane: ControlPlane, box: str) -> 
 
 
 async def _request() -> AsyncIterator[bytes]:
-    yield Part("request", 2).head() + b"{}" + END
+    yield BundlePart("request", 2).head() + b"{}" + END
 
 
 async def test_each_file_is_decided_and_recorded(plane: ControlPlane, box: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.access import Refused
+from carrel.egress.access import AccessRefused
 from carrel.egress.http import answers
 from carrel.policy.verdict import Verdict
 
@@ -27,7 +27,7 @@ def parsed(data: bytes, method: str = "GET") -> tuple[h11.Response, bytes]:
 
 @given(st.text(max_size=400), st.sampled_from([400, 403, 421, 429, 431, 500, 502, 503, 504]))
 def test_a_refusal_says_why_whatever_the_policy_says(reason: str, status: int) -> None:
-    refused = Refused(Verdict("deny", reason, "network(outbound:x)", hint="ask"), status=status)
+    refused = AccessRefused(Verdict("deny", reason, "network(outbound:x)", hint="ask"), status=status)
     response, body = parsed(answers.refusal(refused))
     assert response.status_code == status
     assert json.loads(body).items() >= refused.as_dict().items()
@@ -38,7 +38,7 @@ def test_a_refusal_says_why_whatever_the_policy_says(reason: str, status: int) -
 
 
 def test_readable_reasons_are_in_the_first_line() -> None:
-    refused = Refused("example.org is not allowed")
+    refused = AccessRefused("example.org is not allowed")
     assert answers.refusal(refused).startswith(b"HTTP/1.1 403 Forbidden (example.org is not allowed)\r\n")
     assert b"Retry-After" not in answers.refusal(refused)
     assert b"Retry-After: 1" in answers.refusal(answers.failed())
@@ -46,7 +46,7 @@ def test_readable_reasons_are_in_the_first_line() -> None:
 
 def test_what_to_do_reaches_what_tools_print() -> None:
     words = "a.example:443 waits for approval a1"
-    refused = Refused(Verdict("deny", words, hint="carrel approve a1, then try again", approval="a1"))
+    refused = AccessRefused(Verdict("deny", words, hint="carrel approve a1, then try again", approval="a1"))
     words = "a.example:443 waits for approval a1: carrel approve a1, then try again"
     answer = answers.refusal(refused)
     assert answer.startswith(f"HTTP/1.1 403 Forbidden ({words})\r\n".encode()), "what pip, wget, npm and apt show"
@@ -55,7 +55,7 @@ def test_what_to_do_reaches_what_tools_print() -> None:
 
 
 def test_a_head_gets_no_body() -> None:
-    for data in (answers.refusal(Refused("no"), body=False), answers.page(body=False)):
+    for data in (answers.refusal(AccessRefused("no"), body=False), answers.page(body=False)):
         assert data.endswith(b"\r\n\r\n")
         assert parsed(data, "HEAD")[1] == b""
 
@@ -69,10 +69,10 @@ def test_the_page_says_what_this_port_is() -> None:
 
 
 def test_alerts_and_numbers() -> None:
-    assert answers.alert(Refused("other name", status=421)) == bytes((21, 3, 3, 0, 2, 2, 112))
-    assert answers.alert(Refused("no")) == bytes((21, 3, 3, 0, 2, 2, 49))
+    assert answers.alert(AccessRefused("other name", status=421)) == bytes((21, 3, 3, 0, 2, 2, 112))
+    assert answers.alert(AccessRefused("no")) == bytes((21, 3, 3, 0, 2, 2, 49))
 
 
 @pytest.mark.parametrize(("status", "code"), [(403, 2), (429, 2), (502, 4), (504, 4), (400, 1), (500, 1)])
 def test_socks_has_a_number_for_each(status: int, code: int) -> None:
-    assert answers.socks_code(Refused("no", status=status)) == code
+    assert answers.socks_code(AccessRefused("no", status=status)) == code

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from carrel.egress.access import Refused
+from carrel.egress.access import AccessRefused
 from carrel.egress.http.credentials import Credentials, placeholder
 from carrel.egress.http.messages import read_response
 from carrel.egress.plan import Injected
@@ -71,7 +71,7 @@ def test_other_paths_do_not(path: str) -> None:
     ],
 )  # fmt: skip
 def test_a_path_that_can_be_read_in_two_ways_is_refused(path: str) -> None:
-    with pytest.raises(Refused, match="two ways") as raised:
+    with pytest.raises(AccessRefused, match="two ways") as raised:
         chosen(injected(paths=("/v1",)), target=path)
     assert raised.value.status == 400
     assert chosen(injected(), target=path)  # nothing depends on it
@@ -84,7 +84,7 @@ def test_what_a_path_is_matched_as_is_what_a_server_reads(rest: str) -> None:
     target = "/" + rest
     try:
         found = chosen(injected(paths=("/v1/a",)), target=target)
-    except Refused:
+    except AccessRefused:
         return
     from posixpath import normpath
     from urllib.parse import unquote, urlsplit
@@ -158,10 +158,10 @@ def test_heads_that_come_back_are_cleaned() -> None:
 
 @pytest.mark.parametrize("coding", [b"gzip", b"br", b"identity, gzip", b"x-anything", b"GZIP"])
 def test_what_cannot_be_looked_into_is_refused(coding: bytes) -> None:
-    with pytest.raises(Refused) as raised:
+    with pytest.raises(AccessRefused) as raised:
         answer(b"Content-Encoding: " + coding)
     assert (raised.value.status, raised.value.code) == (502, "bad_response")
-    with pytest.raises(Refused):
+    with pytest.raises(AccessRefused):
         answer(b"Content-Range: bytes 0-3/10", status=b"206 Partial Content")
     assert answer(b"Content-Encoding: identity")
 
@@ -169,7 +169,7 @@ def test_what_cannot_be_looked_into_is_refused(coding: bytes) -> None:
 @pytest.mark.parametrize("secret", ["abc", "", "line\nbreak-in-it", "tab\tin-it-x", "cr\rin-it-xx", "nul\0in-it"])
 def test_a_secret_that_cannot_be_kept_is_not_used(secret: str) -> None:
     credentials = Credentials([injected(secret=secret)])
-    with pytest.raises(Refused) as raised:
+    with pytest.raises(AccessRefused) as raised:
         credentials.choose("api.test", "GET", "/")
     assert (raised.value.status, raised.value.code) == (502, "credential_unusable")
     assert not secret or secret not in repr(raised.value.as_dict())

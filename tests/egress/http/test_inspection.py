@@ -21,7 +21,7 @@ from tests.support.inspected import (
     way_out,
 )
 
-from carrel.egress.access import Refused
+from carrel.egress.access import AccessRefused
 from carrel.egress.http.inspection import Inspection
 from carrel.egress.plan import Injected
 from carrel.errors import InvalidRequest
@@ -71,7 +71,7 @@ async def test_a_sandbox_without_an_authority_is_refused() -> None:
         while not proxy.report.ended:
             await asyncio.sleep(0.01)
         assert proxy.report.accesses[0].result == "denied_by_policy"
-        with pytest.raises(Refused, match="certificate authority"):
+        with pytest.raises(AccessRefused, match="certificate authority"):
             Inspection().authority(proxy.outbound)
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.access import Refused
+from carrel.egress.access import AccessRefused
 from carrel.egress.http.messages import (
     METHODS,
     MOST,
@@ -85,14 +85,14 @@ BAD_RESPONSES = {
 
 @pytest.mark.parametrize("head", BAD_REQUESTS.values(), ids=BAD_REQUESTS)
 def test_what_could_be_read_in_two_ways_is_refused(head: bytes) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(AccessRefused) as refused:
         read_request(head)
     assert refused.value.status in (400, 417, 431, 501)
 
 
 @pytest.mark.parametrize("head", BAD_RESPONSES.values(), ids=BAD_RESPONSES)
 def test_a_server_is_read_with_the_same_care(head: bytes) -> None:
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(AccessRefused) as refused:
         read_response(head)
     assert refused.value.status == 502
 
@@ -132,7 +132,7 @@ def test_a_response_is_read() -> None:
 def test_where_a_head_ends() -> None:
     assert end_of(GOOD + b"rest") == len(GOOD)
     assert end_of(GOOD[:-1]) is None
-    with pytest.raises(Refused):
+    with pytest.raises(AccessRefused):
         end_of(b"x" * MOST)
 
 
@@ -154,7 +154,7 @@ def test_what_is_written_is_read_by_others_as_we_read_it(
     head += b"".join(b"%s: %s\r\n" % each for each in headers + framing) + b"\r\n"
     try:
         found = read_request(head)
-    except Refused:
+    except AccessRefused:
         return  # the parser takes no fragments in a path, for one
     written = write_request(found.method, found.target, "a.test", found.forwarded(), found)
     other = h11.Connection(h11.SERVER)
@@ -174,7 +174,7 @@ def test_nothing_makes_the_readers_fail(junk: bytes) -> None:
         for data in (junk, junk + b"\r\n\r\n"):
             try:
                 found = read(data)
-            except Refused:
+            except AccessRefused:
                 continue
             assert b"\n" not in b"".join(part for header in found.headers for part in header)
 
@@ -236,13 +236,13 @@ def test_bodies_come_out_of_their_chunks_however_they_arrive(
     ],
 )
 def test_chunks_that_are_not_as_they_must_be_are_refused(data: bytes) -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(AccessRefused):
         unchunk(data, [])
 
 
 def test_what_goes_beside_a_body_is_bounded() -> None:
     chunks = Chunks()
-    with pytest.raises(Refused, match="beside"):
+    with pytest.raises(AccessRefused, match="beside"):
         for _ in range(1000):
             chunks.feed(b"1;" + b"x" * 900 + b"\r\na\r\n")
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.access import Refused
+from carrel.egress.access import AccessRefused
 from carrel.egress.http.authority import Authority, make_authority
 from carrel.egress.http.messages import chunk, read_response
 from carrel.egress.http.streams import Body, TlsStream, accept_tls, begin_tls
@@ -60,7 +60,8 @@ def test_a_body_is_the_same_in_all_pieces(places: list[int], kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wire", "kind", "error"), [(b"012", "length", Ended), (b"5\r\n0", "chunks", Ended), (b"x\r\n", "chunks", Refused)]
+    ("wire", "kind", "error"),
+    [(b"012", "length", Ended), (b"5\r\n0", "chunks", Ended), (b"x\r\n", "chunks", AccessRefused)],
 )
 async def test_a_body_that_is_cut_or_odd_is_not_taken_for_a_whole_one(
     wire: bytes, kind: str, error: type[Exception]
@@ -100,7 +101,7 @@ async def test_tls_leaves_the_sockets_to_their_owner() -> None:
 
 
 async def test_a_head_that_ends_early_or_never() -> None:
-    for data, ended in ((b"", None), (b"GET /", Ended), (b"x" * 70_000, Refused)):
+    for data, ended in ((b"", None), (b"GET /", Ended), (b"x" * 70_000, AccessRefused)):
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from carrel.egress.index.cache import Draft, PackageCache, key
+from carrel.egress.index.cache import CacheDraft, PackageCache, key
 
 KEYS = [key(str(number)) for number in range(6)]
 MOST = 3000
@@ -213,7 +213,7 @@ def test_keys_tell_parts_apart():
 
 
 def test_a_draft_is_of_its_owner_only(tmp_path):
-    draft = Draft(str(tmp_path))
+    draft = CacheDraft(str(tmp_path))
     assert os.stat(draft.path).st_mode & 0o777 == 0o600
     os.close(draft.descriptor)
 

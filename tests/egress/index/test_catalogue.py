@@ -4,10 +4,10 @@ import pytest
 from tests.support.indexes import IndexServer, serving, wheel
 
 from carrel.egress.index.cache import PackageCache
-from carrel.egress.index.catalogue import FRESH_S, RETRY_S, Catalogue, describe, page_url, scope
+from carrel.egress.index.catalogue import FRESH_S, RETRY_S, PageCatalogue, describe, page_url, scope
 from carrel.egress.index.client import IndexClient, Unreachable
 from carrel.egress.index.pages import BadPage
-from carrel.egress.plan import Index
+from carrel.egress.plan import PackageIndex
 
 
 class Clock:
@@ -25,7 +25,7 @@ def clock():
 @pytest.fixture
 async def catalogue(tmp_path, clock):
     fetch = IndexClient()
-    catalogue = Catalogue(PackageCache(str(tmp_path / "cache"), 1 << 30), fetch, clock)
+    catalogue = PageCatalogue(PackageCache(str(tmp_path / "cache"), 1 << 30), fetch, clock)
     yield catalogue
     await catalogue.aclose()
     await fetch.aclose()
@@ -34,7 +34,7 @@ async def catalogue(tmp_path, clock):
 @pytest.fixture
 def again(tmp_path, clock, catalogue):
     """The catalogue of another process on the same cache."""
-    return lambda: Catalogue(PackageCache(str(tmp_path / "cache"), 1 << 30), catalogue._fetch, clock)
+    return lambda: PageCatalogue(PackageCache(str(tmp_path / "cache"), 1 << 30), catalogue._fetch, clock)
 
 
 def files(page):
@@ -140,10 +140,10 @@ async def test_who_asks_differently_shares_nothing(catalogue, server):
     server.add(wheel("demo"))
     plain = server.index()
     await catalogue.page(plain, "demo")
-    await catalogue.page(Index("main", plain.url, trusted=True), "demo")
-    await catalogue.page(Index("main", plain.url.replace("://", "://u:p@")), "demo")
+    await catalogue.page(PackageIndex("main", plain.url, trusted=True), "demo")
+    await catalogue.page(PackageIndex("main", plain.url.replace("://", "://u:p@")), "demo")
     assert len(server.asked) == 3
-    await catalogue.page(Index("other", plain.url.rstrip("/")), "demo")
+    await catalogue.page(PackageIndex("other", plain.url.rstrip("/")), "demo")
     assert len(server.asked) == 3
 
 
@@ -194,8 +194,8 @@ async def test_a_redirect_is_the_base_of_what_the_page_names(catalogue, server):
 
 
 def test_where_a_project_lies():
-    assert page_url(Index("a", "http://u:p@h/simple"), "demo") == "http://u:p@h/simple/demo/"
-    assert page_url(Index("a", "http://h/"), "demo") == "http://h/demo/"
-    assert page_url(Index("a", "http://h/simple/?k=1#x"), "demo") == "http://h/simple/demo/?k=1"
-    assert describe(Index("a", "http://u:p@h/simple")) == "a (http://h/simple)"
-    assert scope(Index("a", "http://h"), "page") != scope(Index("a", "http://h"), "file")
+    assert page_url(PackageIndex("a", "http://u:p@h/simple"), "demo") == "http://u:p@h/simple/demo/"
+    assert page_url(PackageIndex("a", "http://h/"), "demo") == "http://h/demo/"
+    assert page_url(PackageIndex("a", "http://h/simple/?k=1#x"), "demo") == "http://h/simple/demo/?k=1"
+    assert describe(PackageIndex("a", "http://u:p@h/simple")) == "a (http://h/simple)"
+    assert scope(PackageIndex("a", "http://h"), "page") != scope(PackageIndex("a", "http://h"), "file")

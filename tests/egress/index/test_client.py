@@ -7,10 +7,10 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from tests.support.indexes import Answer, IndexServer, Web, serving, wheel
+from tests.support.indexes import IndexAnswer, IndexServer, Web, serving, wheel
 
 from carrel.egress.index.client import IndexClient, Unreachable, plain
-from carrel.egress.plan import Index
+from carrel.egress.plan import PackageIndex
 
 
 @pytest.fixture
@@ -84,12 +84,12 @@ async def test_credentials_may_have_any_characters(upstream):
 
     async def answer(method, target, headers):
         seen.append(headers.get("authorization"))
-        return Answer(200, [("content-length", "0")])
+        return IndexAnswer(200, [("content-length", "0")])
 
     web = Web(answer)
     await web.open()
     url = web.url.replace("://", "://us%3Aer:p%40%2Fss@") + "/simple"
-    await ask(upstream, Index("main", url), url)
+    await ask(upstream, PackageIndex("main", url), url)
     await web.close()
     assert seen == ["Basic dXM6ZXI6cEAvc3M="]
 
@@ -111,12 +111,12 @@ async def test_redirects_end(upstream, server):
 
 
 async def test_words_for_failures(upstream, server):
-    index = Index("main", "http://me:pass@127.0.0.1:1/simple")
+    index = PackageIndex("main", "http://me:pass@127.0.0.1:1/simple")
     with pytest.raises(Unreachable, match=r"^it cannot be reached$"):
         await ask(upstream, index, index.url)
 
     async def half(method, target, headers):
-        return Answer(200, [("content-length", "100")], broken())
+        return IndexAnswer(200, [("content-length", "100")], broken())
 
     async def broken():
         yield b"x"
@@ -165,7 +165,7 @@ async def test_a_public_index_leads_to_no_private_address(server):
         return ["93.184.216.34"] if (host, port) == ("index.test", 0) else ["127.0.0.1"]
 
     upstream = IndexClient(resolve=resolve)
-    index = Index("main", f"http://index.test:{server.web.port}/simple/")
+    index = PackageIndex("main", f"http://index.test:{server.web.port}/simple/")
     server.add(wheel("demo"))
     try:
         assert (await ask(upstream, index, index.url + "demo/"))[0] == 200
@@ -201,7 +201,7 @@ async def test_private_addresses_in_every_form(server, address):
 
     upstream = IndexClient(resolve=resolve)
     with pytest.raises(Unreachable, match="private address"):
-        await ask(upstream, Index("main", "http://index.test/"), "http://other.test/")
+        await ask(upstream, PackageIndex("main", "http://index.test/"), "http://other.test/")
     await upstream.aclose()
 
 
@@ -211,12 +211,12 @@ async def test_a_proxy(server, monkeypatch):
 
     async def answer(method, target, headers):
         asked.append(target)
-        return Answer(200, [("content-length", "2")], b"ok")
+        return IndexAnswer(200, [("content-length", "2")], b"ok")
 
     proxy = Web(answer)
     await proxy.open()
     upstream = IndexClient(proxy=proxy.url)
-    index = Index("main", "http://127.0.0.1:9/simple/")
+    index = PackageIndex("main", "http://127.0.0.1:9/simple/")
     assert await ask(upstream, index, "http://index.test/simple/demo/") == (200, b"ok")
     assert asked == ["http://index.test/simple/demo/"]
     assert (await ask(upstream, index, f"http://localhost:{server.web.port}/none"))[0] == 404
@@ -227,15 +227,17 @@ async def test_a_proxy(server, monkeypatch):
 async def test_a_proxy_that_cannot_be_used():
     upstream = IndexClient(proxy="gopher://127.0.0.1:1")
     with pytest.raises(Unreachable, match="cannot be used"):
-        await ask(upstream, Index("main", "http://index.test/"), "http://index.test/")
+        await ask(upstream, PackageIndex("main", "http://index.test/"), "http://index.test/")
     await upstream.aclose()
 
 
 async def test_many_indexes_do_not_pile_up(upstream, server):
     for number in range(80):
-        index = Index(f"i{number}", server.index().url)
+        index = PackageIndex(f"i{number}", server.index().url)
         await ask(upstream, index, f"{server.web.url}/x")
     assert len(upstream._clients) <= 64
-    await asyncio.gather(*(ask(upstream, Index(f"j{n}", server.index().url), f"{server.web.url}/x") for n in range(90)))
+    await asyncio.gather(
+        *(ask(upstream, PackageIndex(f"j{n}", server.index().url), f"{server.web.url}/x") for n in range(90))
+    )
     await ask(upstream, server.index(), f"{server.web.url}/x")
     assert len(upstream._clients) <= 64

@@ -8,8 +8,8 @@ from tests.support.indexes import wheel
 from carrel.egress.index import downloads
 from carrel.egress.index.cache import PackageCache, key
 from carrel.egress.index.client import IndexClient, Unreachable
-from carrel.egress.index.downloads import TAIL, Body, Downloads, Missing, Wanted, Wrong
-from carrel.egress.plan import Index
+from carrel.egress.index.downloads import TAIL, DownloadBody, Downloads, IndexedFile, Missing, Wrong
+from carrel.egress.plan import PackageIndex
 
 NAME = key("demo")
 BIG = os.urandom(400_000)
@@ -31,7 +31,7 @@ def wanted(server):
     def make(content=BIG, **given):
         server.projects["demo"] = {FILE: content}
         digest = ("sha256", hashlib.sha256(content).hexdigest())
-        return Wanted(
+        return IndexedFile(
             server.index(), f"{server.web.url}/pool/demo/{FILE}", **{"digest": digest, "sealed": True, **given}
         )
 
@@ -43,7 +43,7 @@ async def nothing():
 
 
 def body(download, size=None):
-    return Body(download, size or download.known_size, nothing, lambda: None)
+    return DownloadBody(download, size or download.known_size, nothing, lambda: None)
 
 
 async def take(many, what):
@@ -221,8 +221,8 @@ async def test_a_slow_index_is_waited_for_only_by_who_chose_it(many, wanted, ser
     slow = many.join(NAME, what)
     await slow.until(lambda: slow.written > 0)
     server.gate = None
-    other = Index("main", what.index.url + "?other")
-    assert await take(many, Wanted(other, what.url, what.digest, True)) == BIG
+    other = PackageIndex("main", what.index.url + "?other")
+    assert await take(many, IndexedFile(other, what.url, what.digest, True)) == BIG
     slow.leave()
 
 
@@ -232,7 +232,7 @@ async def test_settling_comes_before_the_end(many, wanted):
 
     download = many.join(NAME, wanted())
     await download.until(lambda: download.written > TAIL)
-    stream = Body(download, len(BIG), refuse, lambda: None)
+    stream = DownloadBody(download, len(BIG), refuse, lambda: None)
     seen = b""
     with pytest.raises(Wrong, match="no"):
         async for chunk in stream:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.index.client import FairLimit, Permit
+from carrel.egress.index.client import FairLimit, SharedPermit
 
 MOST = 8
 
@@ -19,9 +19,9 @@ class Crowd:
 
     def __init__(self) -> None:
         self.permits = FairLimit(MOST)
-        self.tasks: dict[asyncio.Task[None], tuple[Permit, set[str], asyncio.Event]] = {}
+        self.tasks: dict[asyncio.Task[None], tuple[SharedPermit, set[str], asyncio.Event]] = {}
 
-    def want(self, *who: str) -> Permit:
+    def want(self, *who: str) -> SharedPermit:
         permit, enough = self.permits.permit(), asyncio.Event()
 
         async def use() -> None:

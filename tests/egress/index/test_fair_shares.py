@@ -12,7 +12,7 @@ from tests.support.indexes import IndexServer, sdist, serving, whole
 from tests.support.sandboxes import until
 
 from carrel.egress.index import catalogue, downloads, pages
-from carrel.egress.index.front import Answer, Front, Packages
+from carrel.egress.index.front import AllowedPackages, Front, IndexAnswer
 
 MANY = 40
 
@@ -24,7 +24,7 @@ class Slow(IndexServer):
         super().__init__()
         self.held = asyncio.Event()
 
-    async def answer(self, method: str, target: str, headers: Mapping[str, str]) -> Answer:
+    async def answer(self, method: str, target: str, headers: Mapping[str, str]) -> IndexAnswer:
         answer = await super().answer(method, target, headers)
         if target.startswith("/simple/slow"):
             await self.held.wait()
@@ -37,7 +37,7 @@ async def slow() -> AsyncIterator[Slow]:
         yield server
 
 
-async def get(front: Front, packages: Packages, target: str) -> bytes:
+async def get(front: Front, packages: AllowedPackages, target: str) -> bytes:
     answer = await front.answer("GET", target, {"accept": pages.JSON_TYPE}, packages)
     body = await whole(answer)
     assert answer.status == 200, body
@@ -45,7 +45,9 @@ async def get(front: Front, packages: Packages, target: str) -> bytes:
 
 
 @asynccontextmanager
-async def asking(front: Front, packages: Packages, targets: list[str]) -> AsyncIterator[list[asyncio.Task[bytes]]]:
+async def asking(
+    front: Front, packages: AllowedPackages, targets: list[str]
+) -> AsyncIterator[list[asyncio.Task[bytes]]]:
     """Somebody who asks for all of these at once."""
     tasks = [asyncio.get_running_loop().create_task(get(front, packages, target)) for target in targets]
     try:
@@ -56,7 +58,7 @@ async def asking(front: Front, packages: Packages, targets: list[str]) -> AsyncI
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def places(front: Front, packages: Packages, project: str) -> list[str]:
+async def places(front: Front, packages: AllowedPackages, project: str) -> list[str]:
     return [each["url"] for each in json.loads(await get(front, packages, f"/simple/{project}/"))["files"]]
 
 
@@ -64,7 +66,7 @@ async def test_files_for_one_do_not_keep_another_s_back(front: Front, server: In
     for number in range(MANY):
         server.add(sdist("much", f"{number}.0", str(number).encode()))
     server.add(sdist("little"))
-    greedy, modest = Packages((server.index(),)), Packages((server.index(),))
+    greedy, modest = AllowedPackages((server.index(),)), AllowedPackages((server.index(),))
     wanted = await places(front, greedy, "much")
     server.gate = gate = asyncio.Event()
     async with asking(front, greedy, wanted) as tasks:
@@ -87,7 +89,7 @@ async def test_pages_for_one_do_not_keep_another_s_back(front: Front, slow: Slow
     for number in range(MANY):
         slow.add(sdist(f"slow{number}"))
     slow.add(sdist("little"))
-    greedy, modest = Packages((slow.index(),)), Packages((slow.index(),))
+    greedy, modest = AllowedPackages((slow.index(),)), AllowedPackages((slow.index(),))
     async with asking(front, greedy, [f"/simple/slow{number}/" for number in range(MANY)]) as tasks:
         half = catalogue.MOST_AT_ONCE // 2
         await until(lambda: len(slow.asked) == half, what="as many pages as one may have")
@@ -100,7 +102,7 @@ async def test_pages_for_one_do_not_keep_another_s_back(front: Front, slow: Slow
 
 async def test_who_wants_what_another_has_waited_for_long_is_not_short_of_time(front: Front, slow: Slow) -> None:
     slow.add(sdist("slow"))
-    greedy, modest = Packages((slow.index(),)), Packages((slow.index(),))
+    greedy, modest = AllowedPackages((slow.index(),)), AllowedPackages((slow.index(),))
     loop = asyncio.get_running_loop()
     clock, ahead = loop.time, 0.0
     loop.time = lambda: clock() + ahead  # type: ignore[method-assign]
@@ -124,7 +126,7 @@ async def test_who_wants_what_another_has_waited_for_long_is_not_short_of_time(f
 async def test_a_file_that_has_not_begun_is_forgotten_when_nobody_waits(front: Front, server: IndexServer) -> None:
     for number in range(MANY):
         server.add(sdist("much", f"{number}.0", str(number).encode()))
-    greedy = Packages((server.index(),))
+    greedy = AllowedPackages((server.index(),))
     wanted = await places(front, greedy, "much")
     server.gate = gate = asyncio.Event()
     async with asking(front, greedy, wanted):

@@ -9,12 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.support.indexes import IndexServer, fronting, metadata_of, sdist, serving, wheel, whole
 
-from carrel.egress.access import Refused
+from carrel.egress.access import AccessRefused
 from carrel.egress.index import front as module
 from carrel.egress.index import pages
 from carrel.egress.index.catalogue import FRESH_S
-from carrel.egress.index.front import Front, InstallBudget, Packages
-from carrel.egress.plan import Index
+from carrel.egress.index.front import AllowedPackages, Front, InstallBudget
+from carrel.egress.plan import PackageIndex
 
 JSON = {"accept": pages.JSON_TYPE}
 BIG = os.urandom(300_000)
@@ -49,7 +49,7 @@ async def files(front, packages, project):
     ],
 )
 async def test_what_is_said_before_anybody_is_asked(front, server, target, verdict):
-    said = front.decide(target, Packages((server.index(),), blocked=frozenset({"bad-one"})))
+    said = front.decide(target, AllowedPackages((server.index(),), blocked=frozenset({"bad-one"})))
     assert said.verdict == verdict
     assert (said.rule is not None) == (verdict == "deny")
     assert server.asked == []
@@ -62,7 +62,7 @@ async def test_a_page_in_both_forms(front, server):
     name, content = wheel("demo")
     server.add((name, content))
     server.attributes[name] = {"requires-python": ">=3.8", "yanked": "bad", "upload-time": "2024-01-01T00:00:00Z"}
-    packages = Packages((server.index(),))
+    packages = AllowedPackages((server.index(),))
     answer, body = await get(front, packages, "/simple/demo/", JSON)
     digest = hashlib.sha256(content).hexdigest()
     assert dict(answer.headers)["content-type"] == pages.JSON_TYPE
@@ -91,7 +91,7 @@ async def test_a_page_in_both_forms(front, server):
 
 async def test_a_page_that_did_not_change(front, server):
     server.add(wheel("demo"))
-    packages = Packages((server.index(),))
+    packages = AllowedPackages((server.index(),))
     answer, _ = await get(front, packages, "/simple/demo/", JSON)
     etag = dict(answer.headers)["etag"]
     answer, body = await get(front, packages, "/simple/demo/", {**JSON, "if-none-match": etag})
@@ -101,11 +101,11 @@ async def test_a_page_that_did_not_change(front, server):
 
 async def test_a_page_is_written_once_for_each_form(front, server, monkeypatch):
     server.add(wheel("demo"))
-    packages = Packages((server.index(),))
+    packages = AllowedPackages((server.index(),))
     first = await get(front, packages, "/simple/demo/", JSON)
     again = await get(front, packages, "/simple/demo/", JSON)
     assert again[1] is first[1]
-    named = await get(front, Packages((server.index("other"),)), "/simple/demo/", JSON)
+    named = await get(front, AllowedPackages((server.index("other"),)), "/simple/demo/", JSON)
     assert b"/files/other/demo/" in named[1]
     assert (await get(front, packages, "/simple/demo/"))[1].startswith(b"<!DOCTYPE")
     assert len(front._written) == 3
@@ -117,12 +117,12 @@ async def test_a_page_is_written_once_for_each_form(front, server, monkeypatch):
 @pytest.mark.parametrize("target", ["/simple/De_.mo", "/simple/de-mo/", "/simple/de%2Dmo/?x=1"])
 async def test_any_spelling_of_a_name(front, server, target):
     server.add(wheel("de-mo"), "de-mo")
-    assert (await get(front, Packages((server.index(),)), target))[0].status == 200
+    assert (await get(front, AllowedPackages((server.index(),)), target))[0].status == 200
     assert server.asked == ["/simple/de-mo/"]
 
 
 async def test_the_page_for_people_shows_no_password(front):
-    packages = Packages((Index("mine<", "http://me:pass@h/simple"),))
+    packages = AllowedPackages((PackageIndex("mine<", "http://me:pass@h/simple"),))
     answer, body = await get(front, packages, "/simple/")
     assert answer.status == 200
     assert b"mine&lt; (http://h/simple)" in body
@@ -131,7 +131,7 @@ async def test_the_page_for_people_shows_no_password(front):
 
 async def test_refusals(front, server):
     server.add(wheel("demo"))
-    blocked = Packages((server.index(),), blocked=frozenset({"demo"}))
+    blocked = AllowedPackages((server.index(),), blocked=frozenset({"demo"}))
     answer, body = await get(front, blocked, "/simple/Demo/")
     assert answer.status == 403
     assert answer.reason == "the package demo is blocked for this agent"
@@ -148,20 +148,20 @@ async def test_refusals(front, server):
         "status": 403,
         "detail": "the package demo is blocked for this agent",
     }
-    assert isinstance(answer.refused, Refused)
+    assert isinstance(answer.refused, AccessRefused)
     answer, _ = await get(front, blocked, "/simple/demo/", {"user-agent": "pip/23"})
     assert answer.status == 200
     assert answer.refused is not None
-    other = Packages((server.index(),), allowed=frozenset({"other"}))
+    other = AllowedPackages((server.index(),), allowed=frozenset({"other"}))
     assert (await get(front, other, "/simple/demo/"))[0].status == 403
-    off = Packages((server.index(),), enabled=False)
+    off = AllowedPackages((server.index(),), enabled=False)
     for target in ("/simple/", "/simple/demo/", f"/files/main/demo/{'0' * 64}/demo-1.tar.gz"):
         assert (await get(front, off, target))[0].status == 403
     assert server.asked == []
 
 
 async def test_what_is_not_there(front, server):
-    packages = Packages((server.index(),))
+    packages = AllowedPackages((server.index(),))
     server.add(wheel("demo"))
     (entry,) = (await files(front, packages, "demo")).values()
     good = entry["url"]
@@ -202,7 +202,7 @@ def test_no_request_does_more_than_be_refused(tmp_path, target, accept, method):
     async def ask():
         async with fronting(str(tmp_path / "cache")) as front:
             for each in (target, "/simple/" + target, "/files/" + target, f"/files/main/{target}/x/y"):
-                answer = await front.answer(method, each, {"accept": accept}, Packages(()))
+                answer = await front.answer(method, each, {"accept": accept}, AllowedPackages(()))
                 await whole(answer)
                 assert answer.status in {200, 404, 405}
                 assert answer.reason.isascii()
@@ -219,14 +219,14 @@ async def test_the_first_index_that_has_a_project_is_the_only_one(front, server)
         server.add(wheel("mine"))
         second.add(wheel("mine", "99.0"))
         second.add(wheel("theirs"))
-        packages = Packages((server.index("first"), second.index("second")))
+        packages = AllowedPackages((server.index("first"), second.index("second")))
         assert list(await files(front, packages, "mine")) == ["mine-1.0-py3-none-any.whl"]
         assert second.asked == []
         (entry,) = (await files(front, packages, "theirs")).values()
         assert entry["url"].startswith("/files/second/")
         assert (await get(front, packages, entry["url"]))[0].status == 200
         # Not by its URL either.
-        (entry,) = (await files(front, Packages((second.index("second"),)), "mine")).values()
+        (entry,) = (await files(front, AllowedPackages((second.index("second"),)), "mine")).values()
         assert (await get(front, packages, entry["url"]))[0].status == 404
         # One that fails might have it.
         for broken in (500, 403, 401):
@@ -241,12 +241,12 @@ async def test_an_index_with_a_password(front, server):
     server.login = "me:pass"
     name, content = wheel("demo")
     server.add((name, content))
-    packages = Packages((server.index(),))
+    packages = AllowedPackages((server.index(),))
     (entry,) = (await files(front, packages, "demo")).values()
     answer, body = await get(front, packages, entry["url"])
     assert body == content
     # Who does not know it has nothing of it, though the file is in the cache and its hash is known.
-    stranger = Packages((Index("main", f"{server.web.url}/simple/"),))
+    stranger = AllowedPackages((PackageIndex("main", f"{server.web.url}/simple/"),))
     answer, body = await get(front, stranger, entry["url"])
     assert answer.status == 502
     assert b"pass" not in body
@@ -256,7 +256,7 @@ async def test_a_page_that_is_old_while_the_index_is_down(tmp_path, server):
     now = [1_000_000.0]
     name, content = wheel("demo")
     server.add((name, content))
-    packages = Packages((server.index(),))
+    packages = AllowedPackages((server.index(),))
     async with fronting(str(tmp_path / "cache"), clock=lambda: now[0]) as front:
         (entry,) = (await files(front, packages, "demo")).values()
         await get(front, packages, entry["url"])
@@ -274,7 +274,7 @@ async def test_a_page_that_is_old_while_the_index_is_down(tmp_path, server):
 async def test_one_download_for_all(front, server):
     name, content = wheel("demo", payload=BIG)
     server.add((name, content))
-    sandboxes = [Packages((server.index(),)) for _ in range(20)]
+    sandboxes = [AllowedPackages((server.index(),)) for _ in range(20)]
     entries = await asyncio.gather(*(files(front, each, "demo") for each in sandboxes))
     found = await asyncio.gather(*(get(front, each, entries[0][name]["url"]) for each in sandboxes))
     assert {body for _answer, body in found} == {content}
@@ -284,7 +284,7 @@ async def test_one_download_for_all(front, server):
 async def test_a_head_request(front, server):
     name, content = wheel("demo")
     server.add((name, content))
-    packages = Packages((server.index(),))
+    packages = AllowedPackages((server.index(),))
     url = (await files(front, packages, "demo"))[name]["url"]
     answer, body = await get(front, packages, url, method="HEAD")
     assert (answer.status, body) == (200, b"")
@@ -297,7 +297,7 @@ async def test_metadata(front, server, known):
     server.add((name, content))
     if not known:
         server.attributes[name] = {"core-metadata": True}
-    packages = Packages((server.index(),), max_install_bytes=1)
+    packages = AllowedPackages((server.index(),), max_install_bytes=1)
     url = (await files(front, packages, "demo"))[name]["url"] + ".metadata"
     for _ in range(2):
         assert (await get(front, packages, url))[1] == metadata_of(content)
@@ -309,7 +309,7 @@ async def test_metadata_that_is_wrong_or_not_offered(front, server):
     name, content = wheel("demo")
     server.add((name, content))
     server.wrong[f"{name}.metadata"] = b"Name: other"
-    packages = Packages((server.index(),))
+    packages = AllowedPackages((server.index(),))
     url = (await files(front, packages, "demo"))[name]["url"] + ".metadata"
     answer, body = await get(front, packages, url)
     assert answer.status == 502
@@ -324,7 +324,7 @@ async def test_a_wrong_file_is_not_given(front, server):
     server.add((name, content))
     server.wrong[name] = wheel("demo", payload=b"evil")[1]
     server.sizes = False
-    packages = Packages((server.index(),))
+    packages = AllowedPackages((server.index(),))
     url = (await files(front, packages, "demo"))[name]["url"]
     answer, body = await get(front, packages, url)
     assert answer.status == 502
@@ -338,7 +338,7 @@ async def test_a_file_without_a_hash(front, server):
     server.hashes = False
     name, content = wheel("demo")
     server.add((name, content))
-    packages = Packages((server.index(),))
+    packages = AllowedPackages((server.index(),))
     url = (await files(front, packages, "demo"))[name]["url"]
     assert re.fullmatch(rf"/files/main/demo/x[0-9a-f]{{64}}/{name}", url)
     for _ in range(2):
@@ -351,7 +351,7 @@ async def test_a_file_that_takes_long_comes_while_it_comes(front, server, monkey
     name, content = wheel("demo", payload=BIG)
     server.add((name, content))
     server.gate = asyncio.Event()
-    packages = Packages((server.index(),))
+    packages = AllowedPackages((server.index(),))
     url = (await files(front, packages, "demo"))[name]["url"]
     answer = await front.answer("GET", url, {}, packages)
     assert answer.status == 200
@@ -366,7 +366,7 @@ async def test_a_file_of_unknown_length_is_waited_for(front, server, monkeypatch
     server.chunked, server.sizes = True, False
     name, content = wheel("demo", payload=BIG)
     server.add((name, content))
-    packages = Packages((server.index(),))
+    packages = AllowedPackages((server.index(),))
     url = (await files(front, packages, "demo"))[name]["url"]
     assert (await get(front, packages, url))[1] == content
 
@@ -377,7 +377,7 @@ async def test_a_file_of_unknown_length_is_waited_for(front, server, monkeypatch
 async def test_a_file_that_is_too_large_is_not_downloaded(front, server):
     name, content = wheel("demo", payload=BIG)
     server.add((name, content))
-    packages = Packages((server.index(),), max_install_bytes=100_000)
+    packages = AllowedPackages((server.index(),), max_install_bytes=100_000)
     url = (await files(front, packages, "demo"))[name]["url"]
     answer, body = await get(front, packages, url)
     assert answer.status == 403
@@ -394,7 +394,7 @@ async def test_nor_to_its_end_when_the_index_does_not_say(front, server, chunked
     server.sizes, server.chunked = False, chunked
     name, content = wheel("demo", payload=BIG)
     server.add((name, content))
-    small, large = (Packages((server.index(),), max_install_bytes=most) for most in (100_000, None))
+    small, large = (AllowedPackages((server.index(),), max_install_bytes=most) for most in (100_000, None))
     url = (await files(front, small, "demo"))[name]["url"]
     (refused, _), (given, body) = await asyncio.gather(get(front, small, url), get(front, large, url))
     assert (refused.status, given.status) == (403, 200)
@@ -406,7 +406,7 @@ async def test_what_wheels_hold_is_what_counts(front, server):
     name, content = wheel("demo", payload=b"\0" * 1_000_000)
     server.add((name, content))
     server.add(sdist("plain", payload=b"\0" * 1_000_000))
-    packages = Packages((server.index(),), max_install_bytes=2_000_000)
+    packages = AllowedPackages((server.index(),), max_install_bytes=2_000_000)
     url = (await files(front, packages, "demo"))[name]["url"]
     (plain,) = (await files(front, packages, "plain")).values()
     for _ in range(3):
@@ -415,7 +415,7 @@ async def test_what_wheels_hold_is_what_counts(front, server):
     before = packages.budget.taken
     await get(front, packages, plain["url"])
     assert packages.budget.taken == before + plain["size"]
-    small = Packages((server.index(),), max_install_bytes=900_000)
+    small = AllowedPackages((server.index(),), max_install_bytes=900_000)
     answer, _ = await get(front, small, url)
     assert answer.status == 403
     assert small.budget.taken == 0
@@ -423,7 +423,7 @@ async def test_what_wheels_hold_is_what_counts(front, server):
 
 async def test_many_files_together_and_a_pause(front, server):
     now = [0.0]
-    packages = Packages((server.index(),), max_install_bytes=250_000, budget=InstallBudget(lambda: now[0]))
+    packages = AllowedPackages((server.index(),), max_install_bytes=250_000, budget=InstallBudget(lambda: now[0]))
     urls = []
     for number in range(3):
         server.add(sdist(f"demo{number}", payload=os.urandom(100_000)))
@@ -442,7 +442,7 @@ async def test_a_failure_inside_is_a_readable_answer(front, monkeypatch, caplog)
         raise ZeroDivisionError
 
     monkeypatch.setattr(Front, "_route", fail)
-    answer, body = await get(front, Packages(()), "/simple/")
+    answer, body = await get(front, AllowedPackages(()), "/simple/")
     assert answer.status == 500
     assert json.loads(body)["code"] == "platform_error"
     assert "ZeroDivisionError" in caplog.text

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 from tests.support.indexes import gateway, run, sdist, wheel
 
-from carrel.egress.index.front import Packages
+from carrel.egress.index.front import AllowedPackages
 
 BIG = os.urandom(300_000)
 
@@ -30,7 +30,7 @@ async def test_an_install_and_a_second_one_that_asks_nobody(front, server, tmp_p
     server.add(wheel("beta"))
     server.add(sdist("beta", "0.9"))
     for number in range(2):
-        async with gateway(front, Packages((server.index(),))) as url:
+        async with gateway(front, AllowedPackages((server.index(),))) as url:
             code, out = await install(tool, url, tmp_path / f"{number}", "Alpha")
         assert code == 0, out
         assert (tmp_path / f"{number}/alpha/payload").read_bytes() == BIG
@@ -42,7 +42,7 @@ async def test_an_install_and_a_second_one_that_asks_nobody(front, server, tmp_p
 
 async def test_after_pip_uv_needs_nothing_more(front, server, tmp_path):
     server.add(wheel("alpha"))
-    async with gateway(front, Packages((server.index(),))) as url:
+    async with gateway(front, AllowedPackages((server.index(),))) as url:
         assert (await run("pip", "download", "--no-cache-dir", "-d", str(tmp_path / "d"), "-i", url, "alpha"))[0] == 0
         server.asked.clear()
         assert (await install("uv", url, tmp_path / "u", "alpha"))[0] == 0
@@ -52,7 +52,7 @@ async def test_after_pip_uv_needs_nothing_more(front, server, tmp_path):
 async def test_what_pip_says_of_a_blocked_package(front, server, tmp_path):
     server.add(wheel("alpha", requires=("beta",)))
     server.add(wheel("beta"))
-    async with gateway(front, Packages((server.index(),), blocked=frozenset({"beta"}))) as url:
+    async with gateway(front, AllowedPackages((server.index(),), blocked=frozenset({"beta"}))) as url:
         code, out = await install("pip", url, tmp_path, "alpha")
         assert code == 1
         assert "the package beta is blocked for this agent" in out
@@ -63,7 +63,7 @@ async def test_what_pip_says_of_a_blocked_package(front, server, tmp_path):
 
 
 async def test_what_uv_says_of_a_blocked_package(front, server, tmp_path):
-    async with gateway(front, Packages((server.index(),), blocked=frozenset({"beta"}))) as url:
+    async with gateway(front, AllowedPackages((server.index(),), blocked=frozenset({"beta"}))) as url:
         code, out = await install("uv", url, tmp_path, "beta")
     assert code != 0
     assert "the package beta is blocked for this agent" in out
@@ -71,7 +71,7 @@ async def test_what_uv_says_of_a_blocked_package(front, server, tmp_path):
 
 async def test_what_pip_says_when_the_index_is_down(front, server, tmp_path):
     server.broken = 500
-    async with gateway(front, Packages((server.index(),))) as url:
+    async with gateway(front, AllowedPackages((server.index(),))) as url:
         code, out = await install("pip", url, tmp_path, "beta")
     assert code == 1
     assert "the package index main failed: it answered 500" in out
@@ -81,7 +81,7 @@ async def test_what_pip_says_when_the_index_is_down(front, server, tmp_path):
 async def test_an_install_that_is_too_large(front, server, tmp_path, tool):
     server.add(wheel("alpha", requires=("beta",), payload=b"\0" * 500_000))
     server.add(wheel("beta", payload=b"\0" * 600_000))
-    async with gateway(front, Packages((server.index(),), max_install_bytes=1_000_000)) as url:
+    async with gateway(front, AllowedPackages((server.index(),), max_install_bytes=1_000_000)) as url:
         code, out = await install(tool, url, tmp_path, "alpha")
         assert code != 0
         assert "403" in out

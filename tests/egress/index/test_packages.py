@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.access import Refused
-from carrel.egress.index.front import IDLE_S, InstallBudget, Packages
+from carrel.egress.access import AccessRefused
+from carrel.egress.index.front import IDLE_S, AllowedPackages, InstallBudget
 
 
 class Clock:
@@ -15,9 +15,9 @@ class Clock:
 
 
 def test_what_may_be_installed():
-    packages = Packages((), blocked=frozenset({"bad"}))
+    packages = AllowedPackages((), blocked=frozenset({"bad"}))
     packages.check("good")
-    with pytest.raises(Refused, match="the package bad is blocked") as refused:
+    with pytest.raises(AccessRefused, match="the package bad is blocked") as refused:
         packages.check("bad")
     shown = refused.value.as_dict()
     assert shown["code"] == "denied_by_policy"
@@ -26,17 +26,17 @@ def test_what_may_be_installed():
 
 
 def test_only_what_is_allowed():
-    packages = Packages((), blocked=frozenset({"both"}), allowed=frozenset({"good", "both"}))
+    packages = AllowedPackages((), blocked=frozenset({"both"}), allowed=frozenset({"good", "both"}))
     packages.check("good")
-    with pytest.raises(Refused, match="not among those"):
+    with pytest.raises(AccessRefused, match="not among those"):
         packages.check("other")
-    with pytest.raises(Refused, match="blocked"):
+    with pytest.raises(AccessRefused, match="blocked"):
         packages.check("both")
 
 
 def test_nothing_at_all():
-    with pytest.raises(Refused, match="may not install packages"):
-        Packages((), enabled=False).check("good")
+    with pytest.raises(AccessRefused, match="may not install packages"):
+        AllowedPackages((), enabled=False).check("good")
 
 
 def test_each_file_counts_once_and_with_its_largest_size():
@@ -47,7 +47,9 @@ def test_each_file_counts_once_and_with_its_largest_size():
     assert budget.taken == 60
     assert budget.fits("b", 40, 100)
     assert not budget.fits("b", 41, 100)
-    with pytest.raises(Refused, match="has taken 60 bytes; 41 bytes more is over the 100 bytes it may take") as refused:
+    with pytest.raises(
+        AccessRefused, match="has taken 60 bytes; 41 bytes more is over the 100 bytes it may take"
+    ) as refused:
         budget.take("b", 41, 100)
     assert refused.value.code == "limit_exceeded"
     assert not budget.has("b")
@@ -83,6 +85,6 @@ def test_never_over_the_cap(takes, most):
             budget.take(file, size, most)
             sizes[file] = max(size, sizes.get(file, 0))
         else:
-            with pytest.raises(Refused):
+            with pytest.raises(AccessRefused):
                 budget.take(file, size, most)
         assert budget.taken == sum(sizes.values()) <= most

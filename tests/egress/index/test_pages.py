@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.egress.index import pages
-from carrel.egress.index.pages import BadPage, Link, Page, belongs, form, project_name, read, read_json
+from carrel.egress.index.pages import BadPage, Link, ProjectPage, belongs, form, project_name, read, read_json
 
 SHA = "ab" * 32
 BASE = "http://index.test/simple/demo/"
@@ -30,7 +30,10 @@ links = st.builds(
     upload_time=st.one_of(st.none(), st.just("2024-01-01T00:00:00Z")),
 )
 all_pages = st.builds(
-    Page, st.just("demo"), st.lists(links, max_size=5).map(tuple), st.one_of(st.none(), st.lists(versions).map(tuple))
+    ProjectPage,
+    st.just("demo"),
+    st.lists(links, max_size=5).map(tuple),
+    st.one_of(st.none(), st.lists(versions).map(tuple)),
 )
 
 
@@ -228,8 +231,8 @@ def test_what_stands_for_a_file():
     assert plain.token.startswith("x")
     assert plain.token != Link("demo-1.tar.gz", "http://b/demo-1.tar.gz").token
     assert not plain.sealed
-    assert Page("demo", (link, plain)).find(plain.token, "demo-1.tar.gz") is plain
-    assert Page("demo", (link,)).find(SHA, "demo-2.tar.gz") is None
+    assert ProjectPage("demo", (link, plain)).find(plain.token, "demo-1.tar.gz") is plain
+    assert ProjectPage("demo", (link,)).find(SHA, "demo-2.tar.gz") is None
 
 
 @pytest.mark.parametrize(

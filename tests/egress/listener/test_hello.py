@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.wayout import tls_for
 
-from carrel.egress.access import Refused
+from carrel.egress.access import AccessRefused
 from carrel.egress.listener.first_bytes import (
     MOST_HELLO,
     Hello,
@@ -212,7 +212,7 @@ def test_bytes_never_raise_anything_else(data: bytes) -> None:
         record(message(data)),
         hello(extension(0, data)),
     ):
-        with suppress(Refused):
+        with suppress(AccessRefused):
             read_hello(given_data)
 
 
@@ -222,7 +222,7 @@ def test_neither_does_a_changed_hello(data: st.DataObject) -> None:
     whole = bytearray(hello(sni(b"a.example"), alpn(b"h2"), extension(10, b"\0\2\0\x1d")))
     at = data.draw(st.integers(0, len(whole) - 1))
     whole[at] = data.draw(st.integers(0, 255))
-    with suppress(Refused):
+    with suppress(AccessRefused):
         read = read_hello(bytes(whole))
         assert read is None or isinstance(read, Hello)
 
@@ -281,7 +281,7 @@ def test_what_could_hide_the_question_is_refused() -> None:
 
 @given(st.binary(max_size=300))
 def test_neither_reader_raises_anything_else(data: bytes) -> None:
-    with suppress(Refused):
+    with suppress(AccessRefused):
         read_second(data)
-    with suppress(Refused):
+    with suppress(AccessRefused):
         wants_another(b"\x16" + data)

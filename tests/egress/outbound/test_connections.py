@@ -11,10 +11,10 @@ import pytest
 from tests.support.ports import in_common
 from tests.support.wayout import CLOSED, OPEN, Names, Person, Records, plan
 
-from carrel.egress.access import Access, Address, Refused, Target
+from carrel.egress.access import Access, AccessRefused, Address, Target
 from carrel.egress.outbound.connections import WAY_OUT_PORT, Outbound
 from carrel.egress.outbound.upstreams import dial_directly
-from carrel.egress.plan import Index, Plan, Upstream
+from carrel.egress.plan import EgressPlan, PackageIndex, Upstream
 from carrel.policy.verdict import Verdict
 
 
@@ -30,7 +30,7 @@ class Dialled:
 
 
 class Ground:
-    def __init__(self, given: Plan, port: int, names: dict[str, Sequence[str]] | None = None):
+    def __init__(self, given: EgressPlan, port: int, names: dict[str, Sequence[str]] | None = None):
         self.port = port
         self.records, self.names, self.person, self.dial = Records(), Names(names or {}), Person(), Dialled()
         parts: dict[str, Any] = {"front": None, "inspect": None}  # neither is called here
@@ -41,8 +41,8 @@ class Ground:
     def access(self) -> Access:
         return Access("s1", "connect")
 
-    async def refused(self, target: Target) -> Refused:
-        with pytest.raises(Refused) as refused:
+    async def refused(self, target: Target) -> AccessRefused:
+        with pytest.raises(AccessRefused) as refused:
             await self.outbound.open(self.access(), target)
         last = self.records.closed_[-1]
         assert self.records.opened_[-1] is last
@@ -152,7 +152,7 @@ async def test_so_it_does_for_one_more_request_over_the_same_connection() -> Non
         for now in (plan([OPEN], ["new.test"]), plan(web={"allowed_ports": [port]})):
             ground.outbound.change(asks)
             ground.person.before = lambda now=now: ground.outbound.change(now)  # type: ignore[misc]
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(AccessRefused) as refused:
                 await ground.outbound.admit_again(ground.access(), target, first)
             assert refused.value.code == "denied_by_policy"
             assert ground.outbound.budget.open == 0
@@ -174,7 +174,7 @@ async def test_a_target_that_does_not_answer_is_reported_with_its_end() -> None:
         pass
     ground = Ground(plan([f"{OPEN}:{port}"]), port)
     access = ground.access()
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(AccessRefused) as refused:
         await ground.outbound.open(access, Target(OPEN, port, ip_address(OPEN)))
     assert refused.value.status == 502
     assert ground.records.opened_ == ground.records.closed_ == [access]
@@ -196,7 +196,7 @@ async def test_what_cannot_be_written_down_does_not_happen() -> None:
         ground = Ground(plan([f"a.test:{port}", OPEN]), port, {"a.test": [OPEN]})
         ground.records.full = True
         for target in (Target("a.test", port), Target("b.test", 99)):
-            with pytest.raises(Refused):
+            with pytest.raises(AccessRefused):
                 await ground.outbound.open(ground.access(), target)
         assert ground.dial.calls == []
         assert ground.records.opened_ == ground.records.closed_ == []
@@ -209,7 +209,7 @@ async def test_limits_refuse_and_are_reported() -> None:
         ground = Ground(given, port, {"a.test": [OPEN]})
         access = ground.access()
         made = await ground.outbound.open(access, Target("a.test", port))
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(AccessRefused) as refused:
             await ground.outbound.open(ground.access(), Target("a.test", port))
         assert (refused.value.status, refused.value.code) == (429, "limit_exceeded")
         assert ground.records.closed_[-1].result == "limit_exceeded"
@@ -264,7 +264,7 @@ async def test_one_more_request_over_the_same_connection() -> None:
         assert second.address == OPEN
         ground.outbound.close(second)
         ground.outbound.change(plan(deny=["a.test"]))
-        with pytest.raises(Refused):
+        with pytest.raises(AccessRefused):
             await ground.outbound.admit_again(ground.access(), Target("a.test", port), first)
         made.close()
         assert ground.names.asked == ["a.test"]
@@ -292,7 +292,7 @@ async def test_cancelled_while_somebody_is_asked() -> None:
 
 
 async def test_packages_are_those_of_the_policy_or_of_the_host() -> None:
-    own = Index("host", "https://index.test/simple/")
+    own = PackageIndex("host", "https://index.test/simple/")
     ground = Ground(plan(indexes=(own,)), 80)
     packages = ground.outbound.packages()
     assert packages.indexes == (own,)

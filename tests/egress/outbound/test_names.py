@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from carrel.egress.access import Refused, Target
+from carrel.egress.access import AccessRefused, Target
 from carrel.egress.outbound.names import of_address, read_authority, read_host, read_port
 
 LONG = ".".join(["a" * 63] * 3 + ["b" * 61])
@@ -47,7 +47,7 @@ def test_addresses(text: str, address: str) -> None:
 )  # fmt: skip
 def test_odd_spellings_are_refused(text: str) -> None:
     for given_text in (text, text.encode()):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(AccessRefused) as refused:
             read_host(given_text, 443)
         assert (refused.value.status, refused.value.code) == (400, "bad_request")
         assert refused.value.reason.isprintable()
@@ -69,14 +69,14 @@ def test_hosts_with_ports(text: str, default: int | None, target: Target) -> Non
                                   "::1:443", "[::1]:", "[::1]443", "[::1]:80:80", "u@a:443", "u:p@a:443", "http://a:443", "a:443/", "a/:443", "a:https", "", ":", "[", "]", "[]:1", "1:2:3", "a:1_0"])  # fmt: skip
 def test_odd_authorities_are_refused(text: str) -> None:
     for given_text in (text, text.encode()):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(AccessRefused) as refused:
             read_authority(given_text, None)
         assert refused.value.status == 400
 
 
 def test_ports_that_are_none_are_refused() -> None:
     for port in (0, -1, 65_536):
-        with pytest.raises(Refused):
+        with pytest.raises(AccessRefused):
             read_host("a.example", port)
     assert read_port("65535") == 65_535
 
@@ -100,7 +100,7 @@ LABELS = st.lists(st.text("abz019-_", min_size=1, max_size=8), min_size=1, max_s
 @example("x" * 1000)
 def test_what_passes_means_the_same_to_everybody(text: str | bytes) -> None:
     for read in (lambda: read_host(text, 443), lambda: read_authority(text, None), lambda: read_authority(text, 80)):
-        with suppress(Refused):
+        with suppress(AccessRefused):
             _check(read())
 
 

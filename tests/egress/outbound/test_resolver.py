@@ -19,7 +19,7 @@ import dns.rdatatype
 import dns.rrset
 import pytest
 
-from carrel.egress.access import Refused, Resolve
+from carrel.egress.access import AccessRefused, Resolve
 from carrel.egress.outbound import resolver as module
 from carrel.egress.outbound.resolver import MOST_AT_ONCE, Resolver
 from carrel.errors import InvalidRequest
@@ -116,8 +116,8 @@ def table(**names: list[str]) -> Answering:
     return answering
 
 
-async def refused(resolver: Resolver, name: str) -> Refused:
-    with pytest.raises(Refused) as found:
+async def refused(resolver: Resolver, name: str) -> AccessRefused:
+    with pytest.raises(AccessRefused) as found:
         await resolver(name)
     return found.value
 
@@ -337,7 +337,7 @@ async def test_who_waits_too_long_for_a_turn_is_refused(monkeypatch: pytest.Monk
         first = asyncio.create_task(_ask(one, "a.example"))
         await server.changed.wait()
         monkeypatch.setattr(module, "DEADLINE_S", 0.1)
-        with pytest.raises(Refused) as found:
+        with pytest.raises(AccessRefused) as found:
             await one("b.example")
         assert found.value.code == "limit_exceeded"
         first.cancel()

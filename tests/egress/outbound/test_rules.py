@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from carrel.egress.access import Target
 from carrel.egress.outbound.names import of_address, read_authority
-from carrel.egress.outbound.rules import MB, Limits, PackageRules, Rules
-from carrel.egress.plan import Index
-from carrel.policy.documents.settings import Settings
+from carrel.egress.outbound.rules import MB, EgressLimits, EgressRules, PackageRules
+from carrel.egress.plan import PackageIndex
+from carrel.policy.documents.settings import SettingsDocument
 from carrel.policy.documents.sources import Registry, Sources
 from carrel.policy.rules.decide import decide_network
 from carrel.policy.rules.layers import Layer, Policy
@@ -20,13 +20,15 @@ def sources(**keys: object) -> Sources:
     return Sources.model_validate(keys)
 
 
-def settings(allow: list[str] | None = None, deny: list[str] | None = None) -> Settings:
-    return Settings.model_validate({"permissions": {"allow": allow or [], "deny": deny or []}})
+def settings(allow: list[str] | None = None, deny: list[str] | None = None) -> SettingsDocument:
+    return SettingsDocument.model_validate({"permissions": {"allow": allow or [], "deny": deny or []}})
 
 
-def rules(*layers: Sources, allow: list[str] | None = None, deny: list[str] | None = None) -> Rules:
+def rules(*layers: Sources, allow: list[str] | None = None, deny: list[str] | None = None) -> EgressRules:
     own = [Layer("settings.json", settings(allow, deny))] if allow is not None or deny is not None else []
-    return Rules(Policy.of([*own, *(Layer(f"l{n}", None, each) for n, each in enumerate(layers))], context_id="c"))
+    return EgressRules(
+        Policy.of([*own, *(Layer(f"l{n}", None, each) for n, each in enumerate(layers))], context_id="c")
+    )
 
 
 def web(**keys: object) -> Sources:
@@ -38,7 +40,7 @@ def to(text: str) -> Target:
 
 
 def test_what_is_not_said_asks() -> None:
-    for found in (Rules(Policy.open()), rules(), rules(web()), rules(allow=[])):
+    for found in (EgressRules(Policy.open()), rules(), rules(web()), rules(allow=[])):
         said = found.decide(to("a.example"))
         assert (said.verdict, said.rule) == ("ask", None)
         assert "a.example:443" in said.reason
@@ -95,8 +97,8 @@ def test_opaque_and_inspected_hosts_are_those_of_every_layer_that_names_any() ->
 def test_of_several_limits_the_least_holds() -> None:
     one = web(max_connections=10, max_download_mb=5, max_connections_per_minute=7)
     two = web(max_connections=3, max_upload_mb=2, max_download_mb=9)
-    assert rules(one, two).limits == Limits(3, 7, 5 * MB, 2 * MB)
-    assert rules().limits == Limits()
+    assert rules(one, two).limits == EgressLimits(3, 7, 5 * MB, 2 * MB)
+    assert rules().limits == EgressLimits()
 
 
 def test_clones_are_capped_on_the_hosts_of_remotes() -> None:
@@ -141,11 +143,14 @@ def test_the_index_of_the_host_is_for_the_front_too() -> None:
     limited = sources(
         package_managers={"pip": {"blocked_packages": ["x"]}}, web_access={"allowed_domains": ["index.example"]}
     )
-    policy, index = Policy.of([Layer("x", None, limited)]), Index("host", "https://user:password@index.example/simple")
-    said = Rules(policy, indexes=[index]).decide(to("index.example"))
+    policy, index = (
+        Policy.of([Layer("x", None, limited)]),
+        PackageIndex("host", "https://user:password@index.example/simple"),
+    )
+    said = EgressRules(policy, indexes=[index]).decide(to("index.example"))
     assert said.verdict == "deny"
     assert "password" not in str(said)
-    assert Rules(policy).decide(to("index.example")).verdict == "allow"
+    assert EgressRules(policy).decide(to("index.example")).verdict == "allow"
 
 
 HOSTS = [
@@ -203,7 +208,7 @@ LAYERS = st.lists(st.builds(layer, st.none() | st.tuples(RULES, RULES), st.none(
 def test_the_door_and_the_wire_agree(layers: list[Layer], host: str, port: int) -> None:
     """Except that the wire asks, or refuses a port or an address, where the door allows because nobody said anything."""
     policy = Policy.of(layers, context_id="c")
-    wire, door = Rules(policy).decide(read_authority(f"{host}:{port}", None)), decide_network(policy, host, port)
+    wire, door = EgressRules(policy).decide(read_authority(f"{host}:{port}", None)), decide_network(policy, host, port)
     if wire.verdict == "ask":
         assert door.verdict == "ask" or (door.verdict, door.rule) == ("allow", None)
     elif policy.governed or policy.sources:
@@ -214,7 +219,7 @@ def test_the_door_and_the_wire_agree(layers: list[Layer], host: str, port: int) 
 
 @given(LAYERS, st.sampled_from(HOSTS), st.sampled_from([22, 25, 80, 443]))
 def test_an_allowed_connection_is_named_by_something(layers: list[Layer], host: str, port: int) -> None:
-    found = Rules(Policy.of(layers, context_id="c"))
+    found = EgressRules(Policy.of(layers, context_id="c"))
     target = read_authority(f"{host}:{port}", None)
     said = found.decide(target)
     assert said.reason
@@ -232,7 +237,7 @@ def test_an_allowed_connection_is_named_by_something(layers: list[Layer], host: 
 
 @given(LAYERS, st.ip_addresses(v=4), st.sampled_from([80, 443]))
 def test_every_form_of_an_address_is_decided_as_strictly(layers: list[Layer], address: object, port: int) -> None:
-    found = Rules(Policy.of(layers, context_id="c"))
+    found = EgressRules(Policy.of(layers, context_id="c"))
     own = found.check_address(to("a.example"), ip_address(str(address)))
     mapped = ip_address(f"::ffff:{address}")
     assert found.check_address(to("a.example"), mapped).verdict == own.verdict

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.egress.access import Refused
+from carrel.egress.access import AccessRefused
 from carrel.egress.outbound.upstreams import (
     Failed,
     ProxyAddress,
@@ -128,10 +128,10 @@ async def test_without_credentials_none_are_sent() -> None:
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
-        (b"HTTP/1.1 403 Forbidden\r\n\r\n", Refused),
-        (b"HTTP/1.1 407 Nope\r\n\r\n", Refused),
-        (b"HTTP/1.1 302 Elsewhere\r\nLocation: http://x/\r\n\r\n", Refused),
-        (b"HTTP/1.1 499 Odd\r\n\r\n", Refused),
+        (b"HTTP/1.1 403 Forbidden\r\n\r\n", AccessRefused),
+        (b"HTTP/1.1 407 Nope\r\n\r\n", AccessRefused),
+        (b"HTTP/1.1 302 Elsewhere\r\nLocation: http://x/\r\n\r\n", AccessRefused),
+        (b"HTTP/1.1 499 Odd\r\n\r\n", AccessRefused),
         (b"HTTP/1.1 799 Odd\r\n\r\n", Failed),
         (b"HTTP/1.1 502 Bad\r\n\r\n", Unreached),
         (b"HTTP/1.0 504 Late\r\n\r\n", Unreached),
@@ -146,7 +146,7 @@ async def test_what_an_http_proxy_may_say(answer: bytes, kind: type[Exception]) 
     (error,) = raised.value.exceptions
     assert isinstance(error, kind)
     assert "very-secret" not in repr(error) + str(error)
-    if isinstance(error, Refused):
+    if isinstance(error, AccessRefused):
         assert error.status == 502
 
 
@@ -154,11 +154,11 @@ async def test_what_an_http_proxy_may_say(answer: bytes, kind: type[Exception]) 
     ("answer", "kind"),
     [
         (b"\4\0", Failed),
-        (b"\5\xff", Refused),
-        (b"\5\1", Refused),
-        (b"\5\2\1\1", Refused),
-        (b"\5\2\1\0\5\2\0\1" + bytes(6), Refused),
-        (b"\5\2\1\0\5\7\0\1" + bytes(6), Refused),
+        (b"\5\xff", AccessRefused),
+        (b"\5\1", AccessRefused),
+        (b"\5\2\1\1", AccessRefused),
+        (b"\5\2\1\0\5\2\0\1" + bytes(6), AccessRefused),
+        (b"\5\2\1\0\5\7\0\1" + bytes(6), AccessRefused),
         (b"\5\0\5\4\0\4" + bytes(18), Unreached),
         (b"\5\0\5\0\0\2" + bytes(18), Failed),
         (b"\5\0\4\0\0\1" + bytes(18), Failed),

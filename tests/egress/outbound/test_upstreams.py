@@ -29,7 +29,7 @@ from tests.support.upstreams_ground import (
     until,
 )
 
-from carrel.egress.access import Address, Refused
+from carrel.egress.access import AccessRefused, Address
 from carrel.egress.outbound.upstreams import Health, Upstreams, dial_directly
 from carrel.egress.plan import Upstream
 from carrel.errors import InvalidRequest
@@ -77,7 +77,7 @@ async def test_two_that_answer_leave_one_connection() -> None:
 
 async def test_nobody_there_is_said_in_words() -> None:
     for addresses in ([HERE], [HERE, IPv4Address("127.0.0.2")]):
-        refused = pytest.raises(Refused, match=r"a\.test:\d+ cannot be reached: connection refused")
+        refused = pytest.raises(AccessRefused, match=r"a\.test:\d+ cannot be reached: connection refused")
         with in_common("127.0.0.1", "127.0.0.2") as (none, _), refused as raised:
             await dial_directly(target("a.test", none.getsockname()[1]), addresses, access())
         assert (raised.value.status, raised.value.code) == (502, "unreachable")
@@ -86,13 +86,13 @@ async def test_nobody_there_is_said_in_words() -> None:
 async def test_silence_ends() -> None:
     with held("127.0.0.8") as silent, silent_address(silent) as port:
         for addresses in ([IPv4Address("127.0.0.8")], [IPv4Address("127.0.0.8")] * 2):
-            with pytest.raises(Refused, match="does not answer") as raised:
+            with pytest.raises(AccessRefused, match="does not answer") as raised:
                 await dial_directly(target("a.test", port), addresses, access(), timeout_s=0.4)
             assert (raised.value.status, raised.value.code) == (504, "timed_out")
 
 
 async def test_no_address_is_no_connection() -> None:
-    with pytest.raises(Refused):
+    with pytest.raises(AccessRefused):
         await dial_directly(target("a.test", 80), [], access())
 
 
@@ -115,7 +115,7 @@ async def test_squid_is_given_the_name_when_it_looks_names_up_itself(squid: Squi
         where = target("localhost", origin.port)
         assert await talks(await dial(where, [IPv4Address("127.0.0.77")], seen))
         assert (seen.address, seen.upstream) == (None, "office")
-        with pytest.raises(Refused, match="'office' says 503"):
+        with pytest.raises(AccessRefused, match="'office' says 503"):
             await Upstreams([through(squid)], health)(where, [IPv4Address("127.0.0.77")], access())
 
 
@@ -123,12 +123,12 @@ async def test_what_squid_refuses_is_told_and_not_tried_elsewhere(squid: Squid, 
     async with serving(other := Socks()) as port, healthy() as health:
         second = Upstream("second", f"socks5://127.0.0.1:{port}")
         dial = Upstreams([through(squid), second], health)
-        with pytest.raises(Refused, match="'office' refused the connection: 403 Forbidden") as raised:
+        with pytest.raises(AccessRefused, match="'office' refused the connection: 403 Forbidden") as raised:
             await dial(target("a.test", origin.port), [IPv4Address("127.0.0.3")], access())
         assert (raised.value.status, raised.value.code) == (502, "upstream_refused")
         assert health.works(through(squid))
         dial = Upstreams([through(squid, password="wrong-one"), second], health)
-        with pytest.raises(Refused, match="'office' refused the connection: 407") as raised:
+        with pytest.raises(AccessRefused, match="'office' refused the connection: 407") as raised:
             await dial(target("a.test", origin.port), [HERE], access())
         assert "credentials" in str(raised.value.verdict.hint)
         assert "wrong-one" not in repr(raised.value.as_dict())
@@ -138,7 +138,7 @@ async def test_what_squid_refuses_is_told_and_not_tried_elsewhere(squid: Squid, 
 
 async def test_a_target_that_squid_cannot_reach_does_not_take_squid_down(squid: Squid) -> None:
     async with healthy() as health:
-        with nobody() as port, pytest.raises(Refused, match="'office' says 503 Service Unavailable") as raised:
+        with nobody() as port, pytest.raises(AccessRefused, match="'office' says 503 Service Unavailable") as raised:
             await Upstreams([through(squid)], health)(target("a.test", port), [HERE], access())
         assert (raised.value.status, raised.value.code) == (502, "unreachable")
         assert health.works(through(squid))
@@ -182,7 +182,7 @@ async def test_socks_with_user_and_password(origin: Origin) -> None:
         assert (seen.address, seen.upstream) == ("127.0.0.1", "s")
         for user in (f"{USER}:wrong-one@", ""):
             dial = Upstreams([Upstream("s", f"socks5://{user}127.0.0.1:{port}")], health)
-            with pytest.raises(Refused, match="'s' refused the connection: ") as raised:
+            with pytest.raises(AccessRefused, match="'s' refused the connection: ") as raised:
                 await dial(target("a.test", origin.port), [HERE], access())
             assert raised.value.code == "upstream_refused"
             assert "wrong-one" not in repr(raised.value.as_dict())
@@ -202,7 +202,7 @@ async def test_socks_is_given_names_or_addresses() -> None:
         assert await talks(await by_name(target("127.0.0.1", origin.port), [HERE], seen := access()))
         assert seen.address == "127.0.0.1"
         by_address = Upstreams([Upstream("s", f"socks5://127.0.0.1:{port}")], health)
-        with pytest.raises(Refused, match="no address"):
+        with pytest.raises(AccessRefused, match="no address"):
             await by_address(target("a.test", origin.port), [], access())
         v6 = IPv6Address("::1")
         async with serving(later, second):
@@ -215,7 +215,7 @@ async def test_socks_is_given_names_or_addresses() -> None:
 async def test_socks_that_says_no(origin: Origin, reply: int, code: str) -> None:
     async with serving(socks := Socks(reply=reply)) as port, healthy() as health:
         upstream = Upstream("s", f"socks5://127.0.0.1:{port}")
-        with pytest.raises(Refused) as raised:
+        with pytest.raises(AccessRefused) as raised:
             await Upstreams([upstream], health)(target("a.test", origin.port), [HERE], access())
         assert (raised.value.status, raised.value.code) == (502, code)
         assert health.works(upstream)
@@ -240,7 +240,7 @@ async def test_when_all_are_down_nothing_goes_out_directly(origin: Origin) -> No
         ]
         async with healthy() as health:
             for _ in range(2):  # found out, and remembered
-                with pytest.raises(Refused, match="no upstream proxy works: 'one', 'two'") as raised:
+                with pytest.raises(AccessRefused, match="no upstream proxy works: 'one', 'two'") as raised:
                     await Upstreams(upstreams, health)(target("a.test", origin.port), [HERE], access())
                 said = raised.value
                 assert (said.status, said.code, said.retry) == (502, "upstream_unavailable", True)

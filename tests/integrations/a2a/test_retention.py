@@ -18,7 +18,7 @@ from tests.support.a2a_ground import Ground, answer, state, until
 from carrel.errors import InvalidRequest
 from carrel.integrations.a2a.conversations import Conversations
 from carrel.integrations.a2a.names import carrel_context, task_thread
-from carrel.integrations.a2a.retention import AT_ONCE, Retention
+from carrel.integrations.a2a.retention import AT_ONCE, TaskRetention
 from carrel.integrations.a2a.tasks import TERMINAL, InitialFilesRow, TaskRow, TaskStore, open_tasks
 from carrel.integrations.langgraph import Checkpoints, build_graph, open_checkpointer
 
@@ -28,10 +28,10 @@ SAID = [HumanMessage("hello", id="task-1"), AIMessage("hello yourself")]
 
 
 @asynccontextmanager
-async def keeping(database: str) -> AsyncIterator[tuple[TaskStore, Conversations, Checkpoints, Retention]]:
+async def keeping(database: str) -> AsyncIterator[tuple[TaskStore, Conversations, Checkpoints, TaskRetention]]:
     async with open_checkpointer(database) as checkpoints, open_tasks(database) as kept:
         conversations = Conversations(build_graph("shell", checkpointer=checkpoints.saver), checkpoints)
-        yield kept, conversations, checkpoints, Retention(kept, conversations, checkpoints, keep_days=DAYS)
+        yield kept, conversations, checkpoints, TaskRetention(kept, conversations, checkpoints, keep_days=DAYS)
 
 
 async def put(kept: TaskStore, made: Task) -> None:

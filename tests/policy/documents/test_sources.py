@@ -8,7 +8,7 @@ from tests.support.policies import sources as of
 
 from carrel.errors import InvalidRequest
 from carrel.policy.documents import sources
-from carrel.policy.documents.sources import Limits, limits
+from carrel.policy.documents.sources import LowestLimits, limits
 
 EXAMPLE = (Path(__file__).parents[1] / "examples" / "sources.json").read_text()
 
@@ -20,13 +20,13 @@ def test_the_example_loads_unchanged() -> None:
     assert loaded.package_managers.pip.registries is not None
     assert loaded.package_managers.pip.registries[0].trusted
     assert loaded.runtime.interpreters == {"python": "/usr/bin/python3", "bash": "/bin/bash"}
-    assert limits(loaded) == Limits(300, 2048, 500, 1000)
+    assert limits(loaded) == LowestLimits(300, 2048, 500, 1000)
 
 
 def test_of_several_limits_the_smallest_holds() -> None:
     one, two = of(runtime={"max_memory_mb": 100}), of(runtime={"max_memory_mb": 50, "max_execution_time_seconds": 9})
-    assert limits(one, two) == Limits(9, 50)
-    assert limits() == Limits()
+    assert limits(one, two) == LowestLimits(9, 50)
+    assert limits() == LowestLimits()
 
 
 @pytest.mark.parametrize("key", ["allowed_domains", "opaque_domains", "inspected_domains"])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.errors import InvalidRequest
-from carrel.policy.rules.rules import Index, Rule, behind_options, match_words, parse
+from carrel.policy.rules.rules import Rule, RuleIndex, behind_options, match_words, parse
 from carrel.policy.shell.arguments import Argument, Unknown
 
 ANY, ONE = Unknown("$x", "any"), Unknown('"$x"', "one")
@@ -82,7 +82,7 @@ def test_what_is_said_before_holds_for_everything_that_may_come(
 
 
 def found(text: str, **kinds: object) -> bool:
-    index = Index()
+    index = RuleIndex()
     index.add(rule(text))
     if "path" in kinds:
         return bool(list(index.file("read", str(kinds["path"]))))
@@ -154,7 +154,7 @@ def test_any_text_is_a_rule_or_refused(text: str) -> None:
 
 @given(st.lists(WORDS, max_size=30), WORDS)
 def test_the_index_finds_what_looking_at_all_rules_finds(every: list[list[str]], argv: list[str]) -> None:
-    index = Index()
+    index = RuleIndex()
     rules = [parse(f"shell({' '.join(words)}:*)", "s", order, {}, "p") for order, words in enumerate(every)]
     for each in rules:
         index.add(each)
@@ -174,7 +174,7 @@ def test_networks_are_found_as_if_each_was_looked_at(
     networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network],
     address: ipaddress.IPv4Address | ipaddress.IPv6Address,
 ) -> None:
-    index = Index()
+    index = RuleIndex()
     for network in networks:
         index.add(
             rule(

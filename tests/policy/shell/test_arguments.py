@@ -11,11 +11,11 @@ from tests.support.real_shell import RealShell
 from carrel.policy.shell.arguments import Argument, Unknown, _pattern, arguments, literal, shown, value
 from carrel.policy.shell.commands import read
 from carrel.policy.shell.step_budget import StepBudget
-from carrel.policy.shell.syntax import Facts, Simple, Unreadable, Word
+from carrel.policy.shell.syntax import Simple, TextFacts, Unreadable, Word
 
 
 def words(text: str) -> tuple[Word, ...]:
-    node = read(f"a {text}", Facts()).nodes[0]
+    node = read(f"a {text}", TextFacts()).nodes[0]
     assert isinstance(node, Simple)
     return node.words[1:]
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from carrel.policy.shell.commands import read
 from carrel.policy.shell.cross_check import narrowed, objections
 from carrel.policy.shell.step_budget import StepBudget
-from carrel.policy.shell.syntax import Facts
+from carrel.policy.shell.syntax import TextFacts
 
 
 def said(text: str) -> list[str]:
-    facts = Facts()
+    facts = TextFacts()
     read(text, facts)
     return list(objections(text, facts.starts, facts.budget))
 

@@ -10,9 +10,9 @@ from tests.support.shell_texts import NOISE
 
 from carrel.policy.shell import Unknown
 from carrel.policy.shell.commands import read
-from carrel.policy.shell.finder import Command, _UncertainFunctions, find, normal
+from carrel.policy.shell.finder import FoundCommand, _UncertainFunctions, find, normal
 from carrel.policy.shell.step_budget import MAX_TEXT
-from carrel.policy.shell.syntax import Facts
+from carrel.policy.shell.syntax import TextFacts
 
 
 @given(st.text(max_size=60))
@@ -118,19 +118,19 @@ def test_reading_takes_time_that_follows_the_length() -> None:
      ("((1)); f() { a; }\nb", {"f"}), ("a $x\nf() { a; }\nb", set()), ("a > $x; f() { a; }\nb", {"f"}), ("cd x; f() { a; }\nb", {"f"})],
 )  # fmt: skip
 def test_what_an_error_on_the_line_could_skip(text: str, gone: set[str]) -> None:
-    block = read(text, Facts())
+    block = read(text, TextFacts())
     uncertain = _UncertainFunctions(block)
     found = [uncertain.before(number, {"g"}) for number in range(len(block.nodes))]
     assert found[-1] == gone
 
 
 def test_inside_a_block_nothing_is_dropped_by_itself() -> None:
-    block = read("{ a $x; f() { b; }; c; }", Facts()).nodes[0]
+    block = read("{ a $x; f() { b; }; c; }", TextFacts()).nodes[0]
     assert not getattr(block, "lines", ())
 
 
 def test_a_command_as_a_person_would_write_it() -> None:
-    assert Command(("echo", "a b", Unknown('"$x"', "one"))).text == "echo 'a b' \"$x\""
+    assert FoundCommand(("echo", "a b", Unknown('"$x"', "one"))).text == "echo 'a b' \"$x\""
 
 
 @given(st.lists(st.sampled_from(["a", "..", ".", "", "b"]), max_size=8))

@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.policy.shell.commands import read
-from carrel.policy.shell.syntax import Facts, identifiers
+from carrel.policy.shell.syntax import TextFacts, identifiers
 
 NAMES = st.sampled_from("abcd")
 
 
 def asks(text: str) -> bool:
-    facts = Facts()
+    facts = TextFacts()
     read(text, facts)
     facts.conclude()
     return bool(facts.asks)

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 
 from carrel.policy.shell.commands import read
-from carrel.policy.shell.syntax import Expansion, Facts, Part, Simple, Text, Unreadable
+from carrel.policy.shell.syntax import Expansion, LiteralText, Part, Simple, TextFacts, Unreadable
 from carrel.policy.shell.words import merged
 
 
-def parts(text: str, facts: Facts | None = None) -> tuple[Part, ...]:
-    node = read(f"a {text}", facts or Facts()).nodes[0]
+def parts(text: str, facts: TextFacts | None = None) -> tuple[Part, ...]:
+    node = read(f"a {text}", facts or TextFacts()).nodes[0]
     assert isinstance(node, Simple)
     return node.words[1].parts
 
@@ -19,7 +19,7 @@ def parts(text: str, facts: Facts | None = None) -> tuple[Part, ...]:
      ("b\\\nc", "bc"), ('"b\\\nc"', "bc"), ("'b\\\nc'", "b\\\nc"), ('$"b"', "b"), ("b''", "b"), ("$", "$"), ("b#c", "b#c")],
 )  # fmt: skip
 def test_quotes_are_removed_as_bash_does(text: str, value: str) -> None:
-    assert "".join(part.text for part in parts(text) if isinstance(part, Text)) == value
+    assert "".join(part.text for part in parts(text) if isinstance(part, LiteralText)) == value
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_programs_inside_are_found() -> None:
 
 
 def test_arithmetic_notes_what_it_evaluates() -> None:
-    facts = Facts()
+    facts = TextFacts()
     parts("$((x + y[z] * $w)) ${q[i]} ${s:n}", facts)
     read("[[ u -eq 1 ]]; ((v++)); t[k]=1", facts)
     assert facts.evaluated == set("xyzwinuvk")
@@ -70,6 +70,6 @@ def test_what_is_not_surely_read_is_not_read(text: str) -> None:
 
 
 def test_neighbours_become_one() -> None:
-    assert merged([Text("a", quoted=False), Text("b", quoted=False), Text("c", quoted=True)]) == (
-        Text("ab", quoted=False), Text("c", quoted=True),
+    assert merged([LiteralText("a", quoted=False), LiteralText("b", quoted=False), LiteralText("c", quoted=True)]) == (
+        LiteralText("ab", quoted=False), LiteralText("c", quoted=True),
     )  # fmt: skip

@@ -8,7 +8,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.supervisor.output import Budget, Output
+from carrel.supervisor.output import ByteBudget, CommandOutput
 from carrel.supervisor.python.cell import Cell
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -27,7 +27,7 @@ near = st.fixed_dictionaries(
 def cell() -> Cell:
     loop = asyncio.new_event_loop()
     try:
-        return Cell("1", "1", ["png"], None, Output(100, Budget(1000)), loop.create_future())
+        return Cell("1", "1", ["png"], None, CommandOutput(100, ByteBudget(1000)), loop.create_future())
     finally:
         loop.close()
 

@@ -14,7 +14,7 @@ from carrel.primitives import walk
 from carrel.workspaces.volumes.capture import capture
 from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader
 from carrel.workspaces.volumes.rebuild import rebuild
-from carrel.workspaces.volumes.trees import Kind, Node, Tree, pack_tree
+from carrel.workspaces.volumes.trees import EntryKind, Node, Tree, pack_tree
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -46,7 +46,7 @@ def test_a_size_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     try:
         with store.shared(), Batch(store) as batch, Reader(store) as reader:
             part = batch.put(b"12345")
-            lie = Node(Kind.FILE, 0o600, 0, 3, ((0, 3, part),))
+            lie = Node(EntryKind.FILE, 0o600, 0, 3, ((0, 3, part),))
             key = batch.put_packed(pack_tree(Tree(0o700, 0, None, {b"f": lie})))
             batch.finish()
             with pytest.raises(SnapshotDamaged, match="the size of"):

@@ -6,11 +6,11 @@ import io
 import tarfile
 
 from carrel.workspaces.volumes import tarball
-from carrel.workspaces.volumes.trees import Kind, Node
+from carrel.workspaces.volumes.trees import EntryKind, Node
 
 
 def test_holes_become_zeros_and_times_keep_their_nanoseconds() -> None:
-    node = Node(Kind.FILE, 0o4711, 1_700_000_000_123_456_789, 1000, xattrs={"user.a": b"\xff"})
+    node = Node(EntryKind.FILE, 0o4711, 1_700_000_000_123_456_789, 1000, xattrs={"user.a": b"\xff"})
     name = b"odd\n\xff"
     raw = tarball.header(name, node) + b"".join(tarball.content(1000, [(10, b"abc"), (990, b"z" * 5)]))
     raw += tarball.header(b"hard", node, hard_link_to=name) + tarball.END

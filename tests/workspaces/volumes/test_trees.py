@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.errors import SnapshotDamaged
-from carrel.workspaces.volumes.trees import Kind, Node, Tree, pack_tree, unpack_tree
+from carrel.workspaces.volumes.trees import EntryKind, Node, Tree, pack_tree, unpack_tree
 
 names = st.binary(min_size=1, max_size=20).filter(lambda name: not {0, 47} & set(name) and name not in {b".", b".."})
 keys = st.binary(min_size=32, max_size=32)
@@ -16,7 +16,7 @@ xattrs = st.none() | st.dictionaries(st.text(min_size=1, max_size=5), st.binary(
 extents = st.lists(st.tuples(st.integers(0, 2**40), st.integers(1, 2**26), keys), max_size=3).map(tuple)
 files = st.builds(
     Node,
-    st.just(Kind.FILE),
+    st.just(EntryKind.FILE),
     st.integers(0, 0o7777),
     st.integers(-(2**62), 2**62),
     st.integers(0, 2**50),
@@ -24,8 +24,10 @@ files = st.builds(
     xattrs=xattrs,
     group=st.none() | st.binary(min_size=16, max_size=16),
 )
-folders = st.builds(Node, st.just(Kind.DIRECTORY), tree=keys)
-links = st.builds(Node, st.just(Kind.LINK), mtime_ns=st.integers(0, 2**62), target=st.binary(min_size=1, max_size=9))
+folders = st.builds(Node, st.just(EntryKind.DIRECTORY), tree=keys)
+links = st.builds(
+    Node, st.just(EntryKind.LINK), mtime_ns=st.integers(0, 2**62), target=st.binary(min_size=1, max_size=9)
+)
 trees = st.builds(
     Tree, st.integers(0, 0o7777), st.integers(-(2**62), 2**62), xattrs, st.dictionaries(names, files | folders | links)
 )

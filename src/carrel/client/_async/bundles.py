@@ -12,7 +12,7 @@ from carrel.client._async.connection import AsyncConnection
 from carrel.client._async.wire import FAILED, AsyncReply
 from carrel.client._io_async import CHUNK, blocking
 from carrel.errors import InvalidRequest, PlatformError
-from carrel.models.bundles import END, Part, Unbundling
+from carrel.models.bundles import END, BundlePart, Unbundling
 
 INLINE = 256 * 1024
 MOST_INLINE = 256
@@ -24,15 +24,15 @@ GivenFiles = Mapping[str, bytes | str | os.PathLike[str]]
 async def bundled(files: GivenFiles, request: bytes | None = None) -> AsyncGenerator[bytes, None]:
     """Yield a bundle: the JSON request if there is one, then the files."""
     if request is not None:
-        yield Part("request", len(request)).head() + request
+        yield BundlePart("request", len(request)).head() + request
     for path, given in files.items():
         if isinstance(given, bytes):
-            yield Part("file", len(given), path).head() + given
+            yield BundlePart("file", len(given), path).head() + given
             continue
         with await blocking(open_local, Path(given)) as file:
             status = os.fstat(file.fileno())
             left = status.st_size
-            yield Part("file", left, path, status.st_mode & 0o777).head()
+            yield BundlePart("file", left, path, status.st_mode & 0o777).head()
             while left:
                 piece = await blocking(file.read, min(CHUNK, left))
                 if not piece:
@@ -49,7 +49,7 @@ class AsyncUnbundled:
         self._connection = connection
         self._response = response
         self._items = self._read()
-        self._next: Part | None = None
+        self._next: BundlePart | None = None
 
     async def __aenter__(self) -> AsyncUnbundled:
         await self._advance()
@@ -59,7 +59,7 @@ class AsyncUnbundled:
         await self._items.aclose()
         await self._response.aclose()
 
-    async def _read(self) -> AsyncGenerator[Part | bytes, None]:
+    async def _read(self) -> AsyncGenerator[BundlePart | bytes, None]:
         parser = Unbundling()
         try:
             async for data in self._response.aiter_raw():
@@ -80,7 +80,7 @@ class AsyncUnbundled:
         self._next = None
         return None
 
-    def part(self) -> Part | None:
+    def part(self) -> BundlePart | None:
         """Return the current part, or None at the end. Read its content before asking for the next."""
         return self._next
 

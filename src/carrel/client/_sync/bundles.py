@@ -13,7 +13,7 @@ from carrel.client._io_sync import CHUNK, blocking
 from carrel.client._sync.connection import Connection
 from carrel.client._sync.wire import FAILED, Reply
 from carrel.errors import InvalidRequest, PlatformError
-from carrel.models.bundles import END, Part, Unbundling
+from carrel.models.bundles import END, BundlePart, Unbundling
 
 INLINE = 256 * 1024
 MOST_INLINE = 256
@@ -25,15 +25,15 @@ GivenFiles = Mapping[str, bytes | str | os.PathLike[str]]
 def bundled(files: GivenFiles, request: bytes | None = None) -> Generator[bytes, None]:
     """Yield a bundle: the JSON request if there is one, then the files."""
     if request is not None:
-        yield Part("request", len(request)).head() + request
+        yield BundlePart("request", len(request)).head() + request
     for path, given in files.items():
         if isinstance(given, bytes):
-            yield Part("file", len(given), path).head() + given
+            yield BundlePart("file", len(given), path).head() + given
             continue
         with blocking(open_local, Path(given)) as file:
             status = os.fstat(file.fileno())
             left = status.st_size
-            yield Part("file", left, path, status.st_mode & 0o777).head()
+            yield BundlePart("file", left, path, status.st_mode & 0o777).head()
             while left:
                 piece = blocking(file.read, min(CHUNK, left))
                 if not piece:
@@ -50,7 +50,7 @@ class Unbundled:
         self._connection = connection
         self._response = response
         self._items = self._read()
-        self._next: Part | None = None
+        self._next: BundlePart | None = None
 
     def __enter__(self) -> Unbundled:
         self._advance()
@@ -60,7 +60,7 @@ class Unbundled:
         self._items.close()
         self._response.close()
 
-    def _read(self) -> Generator[Part | bytes, None]:
+    def _read(self) -> Generator[BundlePart | bytes, None]:
         parser = Unbundling()
         try:
             for data in self._response.iter_raw():
@@ -80,7 +80,7 @@ class Unbundled:
         self._next = None
         return None
 
-    def part(self) -> Part | None:
+    def part(self) -> BundlePart | None:
         """Return the current part, or None at the end. Read its content before asking for the next."""
         return self._next
 

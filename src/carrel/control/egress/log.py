@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from carrel.audit import AuditLog
 from carrel.audit.log import Ticket
-from carrel.audit.records import Ending, Entry, chain_of
+from carrel.audit.records import AuditEntry, Ending, chain_of
 from carrel.control.operations.admission import Redact
 from carrel.errors import CarrelError
 from carrel.metrics import Metrics
@@ -145,7 +145,7 @@ class AccessLogWriter:
         redacted = await self._redact(context or str(item["sandbox"]), {"reason": ending.reason})
         return replace(ending, reason=str(redacted["reason"]))
 
-    async def _entry(self, item: Item, context: str | None) -> Entry:
+    async def _entry(self, item: Item, context: str | None) -> AuditEntry:
         sandbox = str(item["sandbox"])
         arguments = {name: item[name] for name in _ARGUMENTS if item.get(name) is not None}
         if item.get("inspected"):
@@ -153,7 +153,7 @@ class AccessLogWriter:
         verdict = item["verdict"]
         approval = item.get("approval")
         redacted = await self._redact(context or sandbox, {**arguments, "rule": _text(item.get("rule"))})
-        return Entry(
+        return AuditEntry(
             chain=chain_of(context, sandbox),
             actor=f"sandbox:{sandbox}",
             kind="network",

@@ -18,7 +18,7 @@ from carrel.egress.http.authority import bundle, make_authority
 from carrel.egress.http.credentials import placeholder
 from carrel.egress.index.host import host_index, host_registries
 from carrel.egress.outbound.upstreams import read_proxy_address
-from carrel.egress.plan import HostRegistry, Index, Injected, Plan, Upstream
+from carrel.egress.plan import EgressPlan, HostRegistry, Injected, PackageIndex, Upstream
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
 from carrel.models import Network
 from carrel.models.base import ShortName
@@ -98,10 +98,10 @@ class Plans:
         self._upstreams = tuple(upstreams)
         self._policy_of = policy_of
         self._values = values
-        self._indexes: tuple[Index, ...] | None = None
+        self._indexes: tuple[PackageIndex, ...] | None = None
         self._registries: tuple[HostRegistry, ...] = ()
 
-    async def of(self, record: SessionRecord) -> Plan:
+    async def of(self, record: SessionRecord) -> EgressPlan:
         """Build the plan of a sandbox from its context's current policy."""
         return await self.make(record, *await self.read(record))
 
@@ -110,7 +110,7 @@ class Plans:
         policy = await self._policy_of(record)
         return policy, await self._values(record) if credentials(policy) else {}
 
-    async def make(self, record: SessionRecord, policy: Policy, values: Mapping[str, bytes]) -> Plan:
+    async def make(self, record: SessionRecord, policy: Policy, values: Mapping[str, bytes]) -> EgressPlan:
         """Build a plan from a policy. Raises `CarrelError` and `OSError` when the policy cannot be carried out here."""
         if self._indexes is None:
             self._registries = await asyncio.to_thread(host_registries)
@@ -123,7 +123,7 @@ class Plans:
                 field="network",
                 hint="choose 'allowlist', or let the operator set remote_names to false in egress.upstreams_file",
             )
-        return Plan(
+        return EgressPlan(
             sandbox=record.id,
             context=record.context_id,
             layers=policy.layers,
@@ -183,7 +183,7 @@ class Plans:
         return tuple(known[name] for name in names)
 
 
-def shut(plan: Plan, error: Exception) -> Plan:
+def shut(plan: EgressPlan, error: Exception) -> EgressPlan:
     """Return a plan that allows nothing, because the policy cannot be carried out. Refusals name the reason."""
     why = error.detail if isinstance(error, CarrelError) else type(error).__name__
     nothing = Sources.model_validate(

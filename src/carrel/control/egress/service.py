@@ -24,9 +24,9 @@ from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller
 from carrel.control.sessions.attachments import Attachment
 from carrel.control.sessions.live import LiveSandbox
-from carrel.egress.plan import Plan
+from carrel.egress.plan import EgressPlan
 from carrel.errors import ApprovalNeeded, CarrelError, Denied, PlatformError
-from carrel.identity import Identity, Kind
+from carrel.identity import Identity, OwnerKind
 from carrel.metrics import Metrics
 from carrel.models.operations import CONNECT
 from carrel.policy.verdict import Verdict
@@ -52,7 +52,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
 class _Attached:
     box: LiveSandbox
     listener: int
-    plan: Plan
+    plan: EgressPlan
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a policy is read and sent, so that an older policy never replaces a newer one."""
     asking: int = 0
@@ -67,7 +67,7 @@ class _Attached:
         return True
 
 
-class Egress(Attachment):
+class EgressService(Attachment):
     """The outbound network of all sandboxes of this server."""
 
     def __init__(
@@ -306,7 +306,7 @@ class Egress(Attachment):
         record = box.record
         actor, arguments = f"sandbox:{record.id}", {"host": host, "port": port}
         # Programs in a sandbox have no token: they cannot decide approvals.
-        who = Caller(identity=Identity(actor, Kind.AGENT, frozenset()), wait_s=self._ask_wait_s)
+        who = Caller(identity=Identity(actor, OwnerKind.AGENT, frozenset()), wait_s=self._ask_wait_s)
         call = Call(CONNECT, arguments, who, record.id, record.context_id, box.asks_as, proxy_verdict=asks)
         try:
             async with self._admission.admit(call) as admitted:

@@ -6,9 +6,9 @@ The caller stores the token.
 
 from __future__ import annotations
 
-from carrel.audit import AuditLog, Ending, Entry, server_chain
+from carrel.audit import AuditEntry, AuditLog, Ending, server_chain
 from carrel.errors import Unauthorized
-from carrel.identity import ROOT, Grant, Kind, Scope, Tokens
+from carrel.identity import ROOT, Grant, OwnerKind, Scope, Tokens
 from carrel.metrics import OK
 
 NAME = "local"
@@ -20,11 +20,11 @@ async def agent_token(tokens: Tokens, audit: AuditLog, kept: str | None, node: s
     if kept and await _is_good(tokens, kept):
         return kept
     name = NAME if node is None else f"{NAME}@{node}"
-    arguments = {"name": name, "kind": str(Kind.AGENT), "scopes": [str(scope) for scope in SCOPES]}
+    arguments = {"name": name, "kind": str(OwnerKind.AGENT), "scopes": [str(scope) for scope in SCOPES]}
     chain, digest = server_chain(audit.node), audit.hash_arguments(arguments)
-    entry = Entry(chain, audit.node, "session", "create_token", arguments=arguments, arguments_hash=digest)
+    entry = AuditEntry(chain, audit.node, "session", "create_token", arguments=arguments, arguments_hash=digest)
     ticket = await audit.begin(entry)
-    text, _ = await tokens.issue(Grant(name, Kind.AGENT, SCOPES), ROOT)
+    text, _ = await tokens.issue(Grant(name, OwnerKind.AGENT, SCOPES), ROOT)
     ticket.end(Ending(OK))
     return text
 
@@ -35,4 +35,4 @@ async def _is_good(tokens: Tokens, text: str) -> bool:
         identity = await tokens.identify(text)
     except Unauthorized:
         return False
-    return identity.kind is Kind.AGENT and identity.has(Scope.OPERATE)
+    return identity.kind is OwnerKind.AGENT and identity.has(Scope.OPERATE)

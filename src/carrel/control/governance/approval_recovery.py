@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Iterable
 
-from carrel.audit import AuditLog, Ending, Entry, chain_of
+from carrel.audit import AuditEntry, AuditLog, Ending, chain_of
 from carrel.control.sessions.live import LiveSandbox
 from carrel.errors import CarrelError
 from carrel.store.approvals import ApprovalRecord, ApprovalStore
@@ -41,8 +41,8 @@ async def recover_approvals(store: ApprovalStore, boxes: Iterable[LiveSandbox], 
     return given_back
 
 
-def _entry(record: ApprovalRecord, begun: bool | None, node: str) -> Entry:
-    return Entry(
+def _entry(record: ApprovalRecord, begun: bool | None, node: str) -> AuditEntry:
+    return AuditEntry(
         chain_of(record.context_id, record.sandbox_id),
         node,
         "session",

@@ -43,7 +43,7 @@ LOOK_EVERY_S = 1.0
 """How often a waiting request reads the database: the decision may be made on another server."""
 
 
-class Rules(Protocol):
+class ApprovalRules(Protocol):
     """The part of the policies that approvals need."""
 
     async def decide(self, call: Call) -> Verdict:
@@ -124,7 +124,7 @@ class Approvals(Attachment):
     def __init__(
         self,
         store: ApprovalStore,
-        rules: Rules,
+        rules: ApprovalRules,
         redact: Redact,
         *,
         on_created: Callable[[ApprovalInfo], None] | None,

@@ -19,7 +19,7 @@ from carrel.control.operations.caller import caller
 from carrel.control.sessions.masks import unmasked
 from carrel.control.sessions.owners import discovers, whose
 from carrel.control.sessions.templates import Templates
-from carrel.egress.outbound.rules import Rules
+from carrel.egress.outbound.rules import EgressRules
 from carrel.errors import AlreadyExists, Conflict, InvalidRequest, PlatformError
 from carrel.identity import Scope
 from carrel.isolation.rootfs import WORKSPACE
@@ -306,7 +306,7 @@ def building_layer(policy: Policy, index: str | None) -> Layer:
     """
     registries: tuple[Registry, ...] | None = None
     if index is not None:
-        named = Rules(policy).packages.registries
+        named = EgressRules(policy).packages.registries
         registries = None if named is None else tuple(each for each in named if each.name == index)
     pip = None if registries is None else PackageManager(registries=registries)
     sources = Sources(

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from carrel.control.supervisor.frames import Chunk, FrameReader
+from carrel.control.supervisor.frames import FrameReader, StreamChunk
 from carrel.errors import CarrelError, SandboxLost
 from carrel.models import CommandInfo, CommandResult
 from carrel.redaction.redact import Redactor, StreamRedactor
@@ -52,7 +52,7 @@ class OutputRedactor:
         self._streams: dict[str, StreamRedactor] = {}
         self._positions: dict[str, int] = {}
         self._holder: str | None = None
-        self._waiting: deque[Chunk] = deque()
+        self._waiting: deque[StreamChunk] = deque()
         self._waiting_bytes = 0
         self._owed = 0
 
@@ -67,7 +67,7 @@ class OutputRedactor:
             for stream in self._streams.values():
                 stream.use(redactor)
 
-    def feed(self, chunk: Chunk) -> list[Chunk]:
+    def feed(self, chunk: StreamChunk) -> list[StreamChunk]:
         """Return the chunks that can be sent now; `raw` of each is the number of raw bytes that it completes."""
         data = chunk.data
         if self._skip:
@@ -78,33 +78,33 @@ class OutputRedactor:
         if not data:
             return []
         if self._holder is not None and chunk.stream != self._holder:
-            self._waiting.append(Chunk(chunk.stream, data))
+            self._waiting.append(StreamChunk(chunk.stream, data))
             self._waiting_bytes += len(data)
             return self._settle(self._holder) if self._waiting_bytes > MOST_WAITING else []
-        given: list[Chunk] = []
+        given: list[StreamChunk] = []
         self._pass(chunk.stream, data, given)
         self._drain(given)
         return given
 
-    def quiet(self) -> list[Chunk]:
+    def quiet(self) -> list[StreamChunk]:
         """Return held bytes that are too few to reveal a secret, after a short silence: an echoed key, a prompt."""
-        given: list[Chunk] = []
+        given: list[StreamChunk] = []
         if self._holder is not None and not self._waiting:
             stream = self._streams[self._holder]
             self._give(self._holder, stream.release(), given)
             self._holder = self._holder if stream.held else None
         return given
 
-    def finish(self) -> list[Chunk]:
+    def finish(self) -> list[StreamChunk]:
         """Return the rest at the end of the output."""
-        given: list[Chunk] = []
+        given: list[StreamChunk] = []
         while self._holder is not None:
             given += self._settle(self._holder)
         return given
 
-    def _settle(self, name: str) -> list[Chunk]:
+    def _settle(self, name: str) -> list[StreamChunk]:
         """Treat the held bytes as the end of their stream, and continue with the chunks that waited."""
-        given: list[Chunk] = []
+        given: list[StreamChunk] = []
         ended = self._streams[name]
         self._give(name, ended.finish(), given)
         self._streams[name] = self._redactor.stream(effort=ended.effort)
@@ -113,16 +113,16 @@ class OutputRedactor:
         self._drain(given)
         return given
 
-    def _drain(self, given: list[Chunk]) -> None:
+    def _drain(self, given: list[StreamChunk]) -> None:
         while self._waiting and (self._holder is None or self._waiting[0].stream == self._holder):
             chunk = self._waiting.popleft()
             self._waiting_bytes -= len(chunk.data)
             self._pass(chunk.stream, chunk.data, given)
         if not self._waiting and self._owed:
-            given.append(Chunk("stdout", b"", self._owed))
+            given.append(StreamChunk("stdout", b"", self._owed))
             self._owed = 0
 
-    def _pass(self, name: str, data: bytes, given: list[Chunk]) -> None:
+    def _pass(self, name: str, data: bytes, given: list[StreamChunk]) -> None:
         stream = self._streams.get(name)
         if stream is None:
             before = self._before.pop(name, b"")
@@ -132,7 +132,7 @@ class OutputRedactor:
         self._give(name, stream.feed(data), given)
         self._holder = name if stream.held else None
 
-    def _give(self, name: str, data: bytes, given: list[Chunk]) -> None:
+    def _give(self, name: str, data: bytes, given: list[StreamChunk]) -> None:
         position = self._streams[name].position
         raw = position - self._positions[name]
         self._positions[name] = position
@@ -140,10 +140,10 @@ class OutputRedactor:
             self._owed += raw
             raw = 0
         if data or raw:
-            given.append(Chunk(name, data, raw))
+            given.append(StreamChunk(name, data, raw))
 
 
-async def clean_output(stream: AsyncIterator[bytes], current: Current, skip: int) -> AsyncGenerator[Chunk, None]:
+async def clean_output(stream: AsyncIterator[bytes], current: Current, skip: int) -> AsyncGenerator[StreamChunk, None]:
     """Yield the output from frames of a supervisor without secrets; the end comes last.
 
     The stream begins `skip` bytes before the wanted offset: these are only searched.

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from carrel.control.mcp.declarations import declared, launch
-from carrel.control.mcp.links import NoAnswer, Refused, start_conversation
+from carrel.control.mcp.links import NoAnswer, RequestRefused, start_conversation
 from carrel.control.python.calls import Redactors
 from carrel.control.sessions.owners import DISCOVERS, LABEL
 from carrel.control.sessions.sessions import Sessions
@@ -173,7 +173,7 @@ class McpDiscovery:
         conversation = await start_conversation(box, server.name, launch(server, server.environment), self._start_s)
         try:
             return await conversation.offers(self._timeout_s)
-        except Refused as error:
+        except RequestRefused as error:
             return None, f"it refused to list what it offers: {error.message}"
         except NoAnswer:
             return None, "it does not answer what it offers"

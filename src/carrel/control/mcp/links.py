@@ -21,7 +21,7 @@ from pydantic import Field
 from carrel.control.operations.checks import check, json_object
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.client import SupervisorClient
-from carrel.control.supervisor.connection import Download, Json
+from carrel.control.supervisor.connection import Json, SupervisorDownload
 from carrel.errors import CarrelError, Conflict, LimitExceeded, McpServerFailed, NotFound, NotRunning
 from carrel.models import Answer
 from carrel.primitives.keyed_lock import KeyedLocks
@@ -39,7 +39,7 @@ _HEADER = 5
 _END, _MESSAGE, _OPENED = 0, 1, 2
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A server answered a request with an error of the protocol."""
 
     def __init__(self, code: int, message: str):
@@ -56,7 +56,7 @@ def known_failure(group: BaseExceptionGroup[BaseException]) -> BaseException | N
     """Return the first error of a group that callers understand: one of carrel, or an answer of the server."""
     for each in group.exceptions:
         found = known_failure(each) if isinstance(each, BaseExceptionGroup) else each
-        if isinstance(found, CarrelError | Refused | NoAnswer):
+        if isinstance(found, CarrelError | RequestRefused | NoAnswer):
             return found
     return None
 
@@ -71,7 +71,7 @@ def timeout_answer(timeout: float) -> Json:
     return {"content": [{"type": "text", "text": text}], "isError": True, TIMED_OUT: True}
 
 
-def refusal_answer(error: Refused) -> Json:
+def refusal_answer(error: RequestRefused) -> Json:
     """Return the answer for a server that refused a request."""
     shown = {"code": error.code, "message": error.message}
     return {"content": [{"type": "text", "text": error.message}], "isError": True, REFUSED: shown}
@@ -90,7 +90,7 @@ class _Opened(Answer):
 class Wire:
     """One connection to one process. `open` makes one, and starts the process when it does not run."""
 
-    def __init__(self, supervisor: SupervisorClient, name: str, stream: Download):
+    def __init__(self, supervisor: SupervisorClient, name: str, stream: SupervisorDownload):
         self._supervisor = supervisor
         self._name = name
         self._stream = stream
@@ -247,7 +247,7 @@ async def import_session_module() -> None:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _OpenConversation:
     generation: str
     conversation: Conversation
 
@@ -265,7 +265,7 @@ class McpLinks:
 
     def __init__(self, start_s: float):
         self._start_s = start_s
-        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._kept: dict[tuple[str, str], _OpenConversation] = {}
         self._failed: dict[tuple[str, str], _Failed] = {}
         self._locks = KeyedLocks()
         self._closing: set[asyncio.Task[None]] = set()
@@ -303,7 +303,7 @@ class McpLinks:
             except McpServerFailed as error:
                 self._failed[key] = _Failed(generation, time.monotonic(), error.detail, error.hint)
                 raise
-            self._kept[key] = _Kept(generation, conversation)
+            self._kept[key] = _OpenConversation(generation, conversation)
             return conversation
 
     async def stop(self, box: LiveSandbox, server: str, *, forget: bool = False) -> None:

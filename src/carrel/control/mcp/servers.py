@@ -27,7 +27,15 @@ from carrel.control.mcp.catalogue import (
     server_info,
 )
 from carrel.control.mcp.declarations import McpDeclarations, McpInstaller, declared, launch, policy_arguments
-from carrel.control.mcp.links import REFUSED, TIMED_OUT, McpLinks, NoAnswer, Refused, refusal_answer, timeout_answer
+from carrel.control.mcp.links import (
+    REFUSED,
+    TIMED_OUT,
+    McpLinks,
+    NoAnswer,
+    RequestRefused,
+    refusal_answer,
+    timeout_answer,
+)
 from carrel.control.mcp.platform import PlatformServer, PlatformServers
 from carrel.control.operations.caller import caller
 from carrel.control.operations.operations import Operations
@@ -295,7 +303,7 @@ class McpServers:
                         answer = await self._ask_in_sandbox(session, known, ask)
                 except NoAnswer:
                     answer = timeout_answer(timeout)
-                except Refused as error:
+                except RequestRefused as error:
                     answer = refusal_answer(error)
                 outcome = "timed_out" if TIMED_OUT in answer else "tool_error" if answer.get("isError") else OK
                 size = len(json.dumps(answer))
@@ -428,7 +436,7 @@ class McpServers:
             async with server.spoken(MCP_TIMEOUT_S) as speaker:
                 found, why = await speaker.offers(MCP_TIMEOUT_S)
             await self._discovery.keep(record, found, why)
-        except (NoAnswer, Refused):
+        except (NoAnswer, RequestRefused):
             await self._discovery.keep(record, None, "it does not answer what it offers")
         except CarrelError as error:
             await self._discovery.keep(record, None, error.detail)

@@ -25,7 +25,7 @@ from mcp.shared.message import SessionMessage
 from pydantic import BaseModel, ValidationError
 
 from carrel.control.mcp.catalogue import bounded_catalogue, bounded_text, is_bounded
-from carrel.control.mcp.links import NoAnswer, Refused, StandIn, failed, known_failure
+from carrel.control.mcp.links import NoAnswer, RequestRefused, StandIn, failed, known_failure
 from carrel.control.supervisor.connection import Json
 from carrel.errors import CarrelError, LimitExceeded
 
@@ -50,7 +50,7 @@ logging.getLogger("client").setLevel(logging.CRITICAL)  # errors of hostile serv
 logging.getLogger("mcp.shared.jsonrpc_dispatcher").setLevel(logging.CRITICAL)
 
 
-class Lines(Protocol):
+class McpTransport(Protocol):
     """The transport of a conversation, such as `links.Wire`."""
 
     ended: str | None
@@ -98,7 +98,7 @@ class Speaker:
         if can.resources is not None:
             kinds = types.ListResourcesRequest, types.ListResourcesResult
             found["resources"] = await self._listed(*kinds, "resources", timeout)
-            with suppress(Refused):  # many servers with resources have no templates
+            with suppress(RequestRefused):  # many servers with resources have no templates
                 templates = types.ListResourceTemplatesRequest, types.ListResourceTemplatesResult
                 found["resource_templates"] = await self._listed(*templates, "resourceTemplates", timeout)
         return bounded_catalogue(
@@ -154,7 +154,7 @@ class Speaker:
                 raise NoAnswer from None
             if not self.alive:
                 raise self.lost() from None
-            raise Refused(error.code, bounded_text(error.message, 2000)) from None
+            raise RequestRefused(error.code, bounded_text(error.message, 2000)) from None
         except (ValidationError, ValueError, RecursionError):
             raise failed(self.server, "answered something that is not what the protocol asks for") from None
 
@@ -162,7 +162,7 @@ class Speaker:
 class Conversation(Speaker):
     """One initialized session. `open` makes one; it lasts until `close`, or until the server fails."""
 
-    def __init__(self, server: str, wire: Lines):
+    def __init__(self, server: str, wire: McpTransport):
         super().__init__(server)
         self._wire = wire
         self._task: asyncio.Task[None]
@@ -176,7 +176,7 @@ class Conversation(Speaker):
         self._unasked = self._nonsense = self._progress = 0
 
     @classmethod
-    async def open(cls, server: str, wire: Lines, deadline_s: float) -> Conversation:
+    async def open(cls, server: str, wire: McpTransport, deadline_s: float) -> Conversation:
         """Initialize a session with a process that was started."""
         made = cls(server, wire)
         made._task = asyncio.get_running_loop().create_task(made._run())

@@ -15,7 +15,7 @@ from typing import cast
 
 from carrel.audit import AuditLog
 from carrel.audit.log import Ticket
-from carrel.audit.records import Ending, Entry, chain_of, server_chain
+from carrel.audit.records import AuditEntry, Ending, chain_of, server_chain
 from carrel.control.governance.approvals import Approvals, Permit
 from carrel.control.governance.policies import Policies
 from carrel.control.operations.call import Call, Traffic, refusal
@@ -112,14 +112,14 @@ class Admission:
         approval = error.extra.get("approval")
         self._audit.record(await self._entry(call, verdict, approval if isinstance(approval, str) else None), ending)
 
-    async def _entry(self, call: Call, verdict: Verdict, approval: str | None) -> Entry:
+    async def _entry(self, call: Call, verdict: Verdict, approval: str | None) -> AuditEntry:
         # A rule may quote a secret, and a caller chooses the id of its request.
         request_id = None if call.caller is None else call.caller.request_id
         shown = await self._secrets.clean(
             call.owner, {"arguments": call.arguments, "rule": verdict.rule, "request": request_id}
         )
         of_server = call.operation.of_server
-        return Entry(
+        return AuditEntry(
             chain=server_chain(self._audit.node) if of_server else chain_of(call.context_id, call.sandbox_id),
             actor=call.subject,
             kind=call.kind,

@@ -30,7 +30,7 @@ from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.owners import STATELESS
 from carrel.control.sessions.sessions import Sessions
-from carrel.control.supervisor.frames import Chunk
+from carrel.control.supervisor.frames import StreamChunk
 from carrel.control.supervisor.memory import for_memory
 from carrel.control.supervisor.streaming import stream_output
 from carrel.errors import InvalidRequest, LimitExceeded, NotFound, SandboxLost
@@ -57,7 +57,7 @@ Longest = Callable[[SessionRecord], Awaitable[float | None]]
 """Returns the longest time that the policy allows a command of a session; None for no limit."""
 
 
-class Packages(Protocol):
+class PackageBuilds(Protocol):
     """Knows the packages of templates."""
 
     async def wait_briefly(self, box: LiveSandbox) -> None:
@@ -186,7 +186,7 @@ class SandboxOperations(ABC):
 
     async def command_output(
         self, name: str, command_id: str, *, offset: int = 0, follow: bool = True
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncIterator[StreamChunk]:
         """Yield the output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
         require_id(command_id)
         arguments = {"id": command_id, "offset": offset}
@@ -322,7 +322,7 @@ class Operations(SandboxOperations):
     """The operations that callers ask for: decided, recorded, and counted as activity of the agent."""
 
     def __init__(
-        self, sessions: Sessions, admission: Admission, secrets: SecretValues, longest: Longest, packages: Packages
+        self, sessions: Sessions, admission: Admission, secrets: SecretValues, longest: Longest, packages: PackageBuilds
     ):
         super().__init__(sessions, admission, secrets, longest)
         self._packages = packages

@@ -19,7 +19,7 @@ from carrel.control.operations.operations import Operations
 from carrel.control.python.calls import NamesEnvironment, Redactors
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.connection import Json
-from carrel.control.supervisor.frames import Chunk
+from carrel.control.supervisor.frames import StreamChunk
 from carrel.control.supervisor.memory import for_memory
 from carrel.control.supervisor.streaming import stream_output
 from carrel.errors import InvalidRequest
@@ -37,7 +37,7 @@ FindEnvironment = Callable[[LiveSandbox, NamesEnvironment], Awaitable[str | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Named:
+class _EnvironmentName:
     env: str | None
     requirements: None = None
 
@@ -73,7 +73,7 @@ class CodeContextOperations:
 
     async def cell_output(
         self, name: str, context: str, cell_id: str, *, offset: int = 0, follow: bool = True
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncIterator[StreamChunk]:
         """Yield the output of a cell from `offset` on."""
         require_id(cell_id)
         arguments = {"code_context": context, "cell": cell_id, "offset": offset}
@@ -126,7 +126,7 @@ class CodeContextOperations:
         wanted: NamesEnvironment = request
         had = await self._recalled(box, context)
         if request.env is None and request.requirements is None and had is not None:
-            wanted = _Named(had)  # the sandbox may have been restarted, here or on another server
+            wanted = _EnvironmentName(had)  # the sandbox may have been restarted, here or on another server
         env = body["env"] = await self._environment(box, wanted)
         if had is None:
             await self._remember(box, context, env)  # before the run: the cell may end the sandbox

@@ -20,14 +20,14 @@ from packaging.utils import canonicalize_name
 
 from carrel.control.governance.policies import INDEX_LABEL
 from carrel.control.operations.operations import OwnOperations
-from carrel.control.python.environment_checks import Lock, Requester, Wanted, lock_of
+from carrel.control.python.environment_checks import Lock, Requester, ResolvableRequest, lock_of
 from carrel.control.sessions.sessions import Sessions
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, PlatformError, Unsupported
 from carrel.isolation.launchers import SHARED_PIP_PLACE
 from carrel.isolation.rootfs import ENVIRONMENTS, UV, WORKSPACE
 from carrel.isolation.tools import find_uv, shared_tools
 from carrel.models import CommandRequest, Network, SandboxInfo, SandboxRequest
-from carrel.workspaces.environments import MANIFEST, Draft, Shelf
+from carrel.workspaces.environments import MANIFEST, EnvironmentDraft, Shelf
 
 log = logging.getLogger("carrel.environments")
 
@@ -64,7 +64,7 @@ def shared(shelf: Shelf) -> dict[str, str]:
 class Built:
     """An environment that was built."""
 
-    draft: Draft
+    draft: EnvironmentDraft
     python: str
     packages: list[dict[str, str]] = field(default_factory=list)
     imports: list[str] = field(default_factory=list)
@@ -82,7 +82,7 @@ class Builder:
         self._largest_mb = largest_mb
         self._timeout_s = timeout_s
 
-    async def resolve(self, wanted: Wanted, asker: Requester, say: Say) -> Lock:
+    async def resolve(self, wanted: ResolvableRequest, asker: Requester, say: Say) -> Lock:
         """Resolve a request; `InvalidRequest` with the message of the resolver when that fails."""
         command = [
             UV,
@@ -104,7 +104,7 @@ class Builder:
                 await asyncio.shield(self._end(box))
         return lock_of(said)
 
-    async def build(self, wanted: Wanted, lock: Lock, asker: Requester, say: Say) -> Built:
+    async def build(self, wanted: ResolvableRequest, lock: Lock, asker: Requester, say: Say) -> Built:
         """Build the environment of a lock, as a checked draft with its description."""
         python = f"{WORKSPACE}/{_PLACE}/bin/python"
         install = [UV, "pip", "install", "--require-hashes", "--no-deps", "--compile-bytecode", "--python", python]
@@ -134,7 +134,7 @@ class Builder:
             raise taken[0]
         return taken[0]
 
-    def _take(self, workspace: str, wanted: Wanted) -> Built:
+    def _take(self, workspace: str, wanted: ResolvableRequest) -> Built:
         source = os.path.join(workspace, _PLACE)
         draft = self._shelf.take(source, wanted.interpreter, most_bytes=self._largest_mb << 20)
         try:
@@ -154,7 +154,7 @@ class Builder:
             raise
         return built
 
-    async def _start(self, wanted: Wanted, asker: Requester) -> SandboxInfo:
+    async def _start(self, wanted: ResolvableRequest, asker: Requester) -> SandboxInfo:
         if await asyncio.to_thread(find_uv) is None:
             raise Unsupported(
                 "this server has no uv to build environments with",
@@ -183,7 +183,7 @@ class Builder:
         """Run a command and return its standard output; pass its standard error on as progress."""
         request = CommandRequest(command=command, env=_ENVIRONMENT, timeout=self._timeout_s, stdin=stdin)
         started = await self._operations.start_command(box.id, request)
-        lines = Lines(say)
+        lines = LineSplitter(say)
         async for chunk in self._operations.command_output(box.id, started.id):
             if chunk.stream == "stderr":
                 lines.feed(chunk.data)
@@ -203,7 +203,7 @@ class Builder:
         return result.stdout
 
 
-class Lines:
+class LineSplitter:
     """Splits output into lines and passes them on."""
 
     def __init__(self, say: Say | None):
@@ -228,7 +228,7 @@ class Lines:
             self._say(text)
 
 
-def described(draft: Draft, wanted: Wanted) -> Built:
+def described(draft: EnvironmentDraft, wanted: ResolvableRequest) -> Built:
     """Describe a draft by its own files. They are hostile input: only entries of the right form are taken. Blocking."""
     configuration = _read(os.path.join(draft.path, "pyvenv.cfg"), 64 * 1024)
     version = _VERSION.search(configuration)

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from carrel.egress.outbound.rules import Rules
-from carrel.egress.plan import Index
+from carrel.egress.outbound.rules import EgressRules
+from carrel.egress.plan import PackageIndex
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.models import Limits, Trust
 from carrel.policy.rules.layers import Policy
@@ -63,7 +63,7 @@ class Lock:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ResolvableRequest:
     """A request that is ready to be resolved."""
 
     requirements: tuple[str, ...]
@@ -146,10 +146,14 @@ def interpreter_of(version: str | None) -> tuple[str, str]:
 
 
 def wanted(
-    requirements: tuple[str, ...], python: tuple[str, str], policy: Policy, host: Sequence[Index], index: str | None
-) -> Wanted:
+    requirements: tuple[str, ...],
+    python: tuple[str, str],
+    policy: Policy,
+    host: Sequence[PackageIndex],
+    index: str | None,
+) -> ResolvableRequest:
     """Return a request under a policy; `host` are the indexes if the policy names none. Refuses an unknown index."""
-    rules = Rules(policy, indexes=host).packages
+    rules = EgressRules(policy, indexes=host).packages
     if not rules.enabled:
         raise InvalidRequest("this agent may not install packages", field="requirements")
     places = [(each.name, each.url) for each in (host if rules.registries is None else rules.registries)]
@@ -166,7 +170,7 @@ def wanted(
             )
         places = [each for each in places if each[0] == index]
     said = [sorted(rules.blocked), rules.allowed and sorted(rules.allowed), rules.max_install_bytes]
-    return Wanted(requirements, *python, tuple(url for _, url in places), json.dumps(said), index)
+    return ResolvableRequest(requirements, *python, tuple(url for _, url in places), json.dumps(said), index)
 
 
 def lock_of(text: str) -> Lock:

@@ -23,7 +23,7 @@ from carrel.control.python.environment_builds import Builder
 from carrel.control.python.environment_checks import (
     Lock,
     Requester,
-    Wanted,
+    ResolvableRequest,
     interpreter_of,
     name_of,
     requirements_of,
@@ -31,7 +31,7 @@ from carrel.control.python.environment_checks import (
 )
 from carrel.control.python.environment_holds import EnvironmentHolds
 from carrel.egress.index.host import host_index
-from carrel.egress.plan import Index
+from carrel.egress.plan import PackageIndex
 from carrel.errors import CarrelError, Conflict, NotFound, PlatformError
 from carrel.isolation.rootfs import ENVIRONMENTS
 from carrel.models import EnvironmentInfo, EnvironmentList, EnvironmentPackage, EnvironmentRequest
@@ -65,7 +65,7 @@ T = TypeVar("T")
 Records = list[EnvironmentRecord]
 
 
-class Work(Generic[T]):
+class SharedWork(Generic[T]):
     """Work that many callers wait for; a late caller gets the earlier progress lines too."""
 
     def __init__(self) -> None:
@@ -116,9 +116,9 @@ class Environments:
         self._known: dict[str, EnvironmentRecord] = {}
         self._answers: dict[str, str] = {}
         self._resolved: Cache[str, Lock] = Cache(MOST_RESOLVED, RESOLVED_S)
-        self._resolving: dict[str, Work[Lock]] = {}
-        self._building: dict[str, Work[EnvironmentRecord]] = {}
-        self._host: Sequence[Index] | None = None
+        self._resolving: dict[str, SharedWork[Lock]] = {}
+        self._building: dict[str, SharedWork[EnvironmentRecord]] = {}
+        self._host: Sequence[PackageIndex] | None = None
         self._interpreters: Cache[str | None, tuple[str, str]] = Cache(MOST_INTERPRETERS, LOOKED_S)
         self._gate = asyncio.Semaphore(PARALLEL)
         self.grace_s = GRACE_S
@@ -243,23 +243,23 @@ class Environments:
             self._interpreters.put(version, known)
         return known
 
-    async def _lock(self, asked: Wanted, asker: Requester, say: Say) -> Lock:
+    async def _lock(self, asked: ResolvableRequest, asker: Requester, say: Say) -> Lock:
         key = asked.key
         known = self._resolved.get(key)
         if known is not None:
             return known
         work = self._resolving.get(key)
         if work is None:
-            work = self._resolving[key] = Work()
+            work = self._resolving[key] = SharedWork()
             work.task = self._start(self._resolve(asked, asker, work), self._resolving, key)
         return await work.wait(say)
 
-    async def _resolve(self, asked: Wanted, asker: Requester, work: Work[Lock]) -> Lock:
+    async def _resolve(self, asked: ResolvableRequest, asker: Requester, work: SharedWork[Lock]) -> Lock:
         lock = await self._with_words(asker, work, lambda say: self._builder.resolve(asked, asker, say))
         self._resolved.put(asked.key, lock)
         return lock
 
-    async def _ready(self, asked: Wanted, lock: Lock, asker: Requester, say: Say) -> EnvironmentRecord:
+    async def _ready(self, asked: ResolvableRequest, lock: Lock, asker: Requester, say: Say) -> EnvironmentRecord:
         hash = asked.hash(lock)
         name = name_of(self._key, hash)
         work = self._building.get(name)
@@ -270,12 +270,18 @@ class Environments:
                     return known
             work = self._building.get(name)
         if work is None:
-            work = self._building[name] = Work()
+            work = self._building[name] = SharedWork()
             work.task = self._start(self._build(asked, lock, asker, name, hash, work), self._building, name)
         return await work.wait(say)
 
     async def _build(
-        self, asked: Wanted, lock: Lock, asker: Requester, name: str, hash: str, work: Work[EnvironmentRecord]
+        self,
+        asked: ResolvableRequest,
+        lock: Lock,
+        asker: Requester,
+        name: str,
+        hash: str,
+        work: SharedWork[EnvironmentRecord],
     ) -> EnvironmentRecord:
         if await asyncio.to_thread(self._shelf.free) * 100 < self._settings.keep_free_percent:
             await self.evict()
@@ -301,7 +307,7 @@ class Environments:
             self._known[name] = record
         return record
 
-    async def _with_words(self, asker: Requester, work: Work[Any], act: Callable[[Say], Awaitable[T]]) -> T:
+    async def _with_words(self, asker: Requester, work: SharedWork[Any], act: Callable[[Say], Awaitable[T]]) -> T:
         """Run work whose progress lines are shown only after secrets are removed."""
         lines: asyncio.Queue[str | None] = asyncio.Queue(MOST_SAID)
 
@@ -325,7 +331,7 @@ class Environments:
             await lines.put(None)
             await telling
 
-    def _start(self, work: Awaitable[T], running: dict[str, Work[T]], key: str) -> asyncio.Task[T]:
+    def _start(self, work: Awaitable[T], running: dict[str, SharedWork[T]], key: str) -> asyncio.Task[T]:
         async def run() -> T:
             try:
                 return await work

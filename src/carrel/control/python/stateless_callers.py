@@ -19,14 +19,14 @@ _MEMORY_STEP = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class MemoryUse:
     """The memory that a sandbox uses, by its last answer."""
 
     memory_bytes: int = 0
 
 
 @dataclass(eq=False, slots=True)
-class Place:
+class PooledSandbox:
     """A sandbox in the table. One without an owner is a spare that nobody used."""
 
     template: str | None
@@ -41,7 +41,7 @@ class Place:
     """Whether emptying takes long: then no call waits for it."""
     envs: set[str] = field(default_factory=set)
     used_at: float = 0.0
-    load: Load = Load()
+    load: MemoryUse = MemoryUse()
 
 
 @dataclass(eq=False, slots=True)
@@ -57,9 +57,9 @@ class WaitingCall:
 class Moves:
     """The actions to carry out now."""
 
-    given: list[tuple[WaitingCall, Place]] = field(default_factory=list)
+    given: list[tuple[WaitingCall, PooledSandbox]] = field(default_factory=list)
     """Which call gets which sandbox. One in state `starting` has to be started first."""
-    to_end: list[Place] = field(default_factory=list)
+    to_end: list[PooledSandbox] = field(default_factory=list)
     """Sandboxes to end, to make room."""
     refused: list[WaitingCall] = field(default_factory=list)
     """Calls that are refused because too many wait."""
@@ -70,7 +70,7 @@ class RoutingTable:
 
     def __init__(self, settings: RouterSettings):
         self.settings = settings
-        self.places: dict[Place, None] = {}
+        self.places: dict[PooledSandbox, None] = {}
         self._lines: OrderedDict[Owner, deque[WaitingCall]] = OrderedDict()
 
     @property
@@ -100,7 +100,7 @@ class RoutingTable:
             if not line:
                 del self._lines[wish.owner]
 
-    def forget(self, place: Place) -> None:
+    def forget(self, place: PooledSandbox) -> None:
         """Remove a sandbox that has ended."""
         self.places.pop(place, None)
 
@@ -112,7 +112,7 @@ class RoutingTable:
         moves = Moves()
         while self._serve(moves):
             pass
-        counted_on: set[Place] = set()
+        counted_on: set[PooledSandbox] = set()
         waiting = [wish for line in self._lines.values() for wish in line]
         hopeful = sum(self._count_on(wish, counted_on, "emptying", "idle") for wish in waiting)
         self._make_room(len(waiting) - hopeful, moves, counted_on)
@@ -125,7 +125,7 @@ class RoutingTable:
     def _serve(self, moves: Moves) -> bool:
         """Serve each caller once; return whether any call got a sandbox."""
         served, missing = False, 0
-        counted_on: set[Place] = set()
+        counted_on: set[PooledSandbox] = set()
         for owner in list(self._lines):
             wish = self._lines[owner][0]
             if self._wait(wish, counted_on):
@@ -142,19 +142,19 @@ class RoutingTable:
             served = True
         return served
 
-    def spare(self, template: str | None) -> Place | None:
+    def spare(self, template: str | None) -> PooledSandbox | None:
         """Return a spare to start, if one is missing and no call needs the room."""
         spares = sum(each.owner is None and each.template == template for each in self.places)
         if self._lines or spares >= self.settings.spares or len(self.places) >= self.settings.max_sandboxes:
             return None
         return self._new(template, None)
 
-    def _wait(self, wish: WaitingCall, counted_on: set[Place]) -> bool:
+    def _wait(self, wish: WaitingCall, counted_on: set[PooledSandbox]) -> bool:
         """Whether a call should wait for a sandbox of its caller that is being emptied, because no other is free."""
         own = any(each.state == "idle" and each.owner is not None for each in self._fitting(wish))
         return not own and self._count_on(wish, counted_on, "emptying")
 
-    def _take(self, wish: WaitingCall) -> Place | None:
+    def _take(self, wish: WaitingCall) -> PooledSandbox | None:
         """Take a sandbox of the template, in this order: one of the caller with the environment, one of the caller, a
         spare, a new one.
         """
@@ -167,10 +167,10 @@ class RoutingTable:
             return None
         return self._new(wish.template, wish.owner)
 
-    def _fitting(self, wish: WaitingCall) -> Iterator[Place]:
+    def _fitting(self, wish: WaitingCall) -> Iterator[PooledSandbox]:
         return (each for each in self.places if each.template == wish.template and each.owner in {wish.owner, None})
 
-    def _count_on(self, wish: WaitingCall, counted_on: set[Place], *states: State) -> bool:
+    def _count_on(self, wish: WaitingCall, counted_on: set[PooledSandbox], *states: State) -> bool:
         """Whether a sandbox in one of these states is left that no earlier call waits for."""
         for each in self._fitting(wish):
             if each.state in states and not each.slow and each not in counted_on:
@@ -178,7 +178,7 @@ class RoutingTable:
                 return True
         return False
 
-    def _make_room(self, wanted: int, moves: Moves, kept: Collection[Place]) -> None:
+    def _make_room(self, wanted: int, moves: Moves, kept: Collection[PooledSandbox]) -> None:
         """End as many idle sandboxes as wanted, except those that calls wait for, the longest unused first."""
         room = self.settings.max_sandboxes - len(self.places)
         missing = wanted - room - sum(each.state == "ending" for each in self.places)
@@ -188,13 +188,13 @@ class RoutingTable:
                 place.state = "ending"
                 moves.to_end.append(place)
 
-    def _new(self, template: str | None, owner: Owner | None) -> Place:
-        place = Place(template, owner, "starting")
+    def _new(self, template: str | None, owner: Owner | None) -> PooledSandbox:
+        place = PooledSandbox(template, owner, "starting")
         self.places[place] = None
         return place
 
 
-def _merit(place: Place, wish: WaitingCall) -> tuple[bool, bool, int, float]:
+def _merit(place: PooledSandbox, wish: WaitingCall) -> tuple[bool, bool, int, float]:
     """Rank a sandbox for a call: it has the environment, it is the caller's already, it uses little memory, it was used
     recently.
     """

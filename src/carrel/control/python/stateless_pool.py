@@ -19,7 +19,7 @@ from carrel.config import RouterSettings
 from carrel.control.operations.caller import caller
 from carrel.control.operations.operations import Operations, OwnOperations
 from carrel.control.python.calls import PythonOperations
-from carrel.control.python.stateless_callers import Load, Owner, Place, RoutingTable, WaitingCall
+from carrel.control.python.stateless_callers import MemoryUse, Owner, PooledSandbox, RoutingTable, WaitingCall
 from carrel.control.python.template_packages import TemplatePackages
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.owners import STATELESS
@@ -43,7 +43,7 @@ SLOW_S = 0.05
 _TRIES = 3
 
 
-class Router:
+class StatelessPool:
     """The sandboxes for calls without a context."""
 
     def __init__(
@@ -63,8 +63,8 @@ class Router:
         self._python = python
         self._packages = packages
         self._metrics = metrics
-        self._given: dict[WaitingCall, asyncio.Future[Place]] = {}
-        self._timers: dict[Place, asyncio.TimerHandle] = {}
+        self._given: dict[WaitingCall, asyncio.Future[PooledSandbox]] = {}
+        self._timers: dict[PooledSandbox, asyncio.TimerHandle] = {}
         self._used: dict[str | None, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
@@ -122,7 +122,9 @@ class Router:
             self._metrics.routed(outcome)
 
     @asynccontextmanager
-    async def _ran(self, request: StatelessRequest, put: Put | None) -> AsyncIterator[tuple[Place, StatelessResult]]:
+    async def _ran(
+        self, request: StatelessRequest, put: Put | None
+    ) -> AsyncIterator[tuple[PooledSandbox, StatelessResult]]:
         identity = caller.get().identity
         env = request.env_name
         if request.requirements is not None:
@@ -149,7 +151,7 @@ class Router:
         raise PlatformError("the sandboxes for this call ended before it began", hint="ask again")
 
     @contextmanager
-    def _in_time(self, place: Place) -> Iterator[None]:
+    def _in_time(self, place: PooledSandbox) -> Iterator[None]:
         """End the sandbox if a transfer of files in the block takes too long: other calls wait for it."""
         loop = asyncio.get_running_loop()
         timer = loop.call_later(HELD_S, lambda: self._background(self._end(place, "its files took too long")))
@@ -161,7 +163,7 @@ class Router:
     # getting a sandbox
 
     @asynccontextmanager
-    async def _held(self, owner: Owner, template: str | None, env: str | None) -> AsyncIterator[Place]:
+    async def _held(self, owner: Owner, template: str | None, env: str | None) -> AsyncIterator[PooledSandbox]:
         """Hold a sandbox for one call; afterwards it is emptied, or ended."""
         place = await self._wait(owner, template, env)
         clean = False
@@ -180,12 +182,12 @@ class Router:
                 place.state = "emptying" if reuse else "ending"
                 self._background(self._empty(place) if reuse else self._end(place, "used"))
 
-    async def _wait(self, owner: Owner, template: str | None, env: str | None) -> Place:
+    async def _wait(self, owner: Owner, template: str | None, env: str | None) -> PooledSandbox:
         """Wait until a sandbox is given to the call."""
         if self._closing:
             raise PlatformError("the server is shutting down", hint="ask again when it is back")
         wish = self.table.ask(owner, template, env)
-        future: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[PooledSandbox] = asyncio.get_running_loop().create_future()
         self._given[wish] = future
         self._turn()
         try:
@@ -207,7 +209,7 @@ class Router:
         if self._closing:
             return
         moves = self.table.match()
-        unwanted: list[Place] = []
+        unwanted: list[PooledSandbox] = []
         for wish, place in moves.given:
             self._disarm(place)
             if self._given[wish].done():  # its caller has just gone
@@ -232,7 +234,7 @@ class Router:
 
     # the life of a sandbox
 
-    async def _enter(self, place: Place, owner: Owner) -> None:
+    async def _enter(self, place: PooledSandbox, owner: Owner) -> None:
         """Start the sandbox, or admit the use of a spare; from now on it is the caller's."""
         request = SandboxRequest(template=place.template, labels={STATELESS: "call"})
         if place.state == "starting":
@@ -245,7 +247,7 @@ class Router:
                 pass
         place.entered = True
 
-    async def _alive(self, place: Place) -> bool:
+    async def _alive(self, place: PooledSandbox) -> bool:
         try:
             box = await self._sessions.find(place.id)
         except (NotFound, NotRunning):
@@ -270,7 +272,7 @@ class Router:
                     left -= len(content)
         return files
 
-    async def _started(self, place: Place, info: SandboxInfo) -> None:
+    async def _started(self, place: PooledSandbox, info: SandboxInfo) -> None:
         """Register a new sandbox. One that does not isolate has the files of the host: it is never emptied."""
         place.id = info.id
         (await self._sessions.find(info.id)).on_end.append(self._ended)
@@ -278,14 +280,14 @@ class Router:
             with suppress(NotFound):  # its zygote is from an older carrel without this route
                 await self._look(place)
 
-    async def _look(self, place: Place) -> None:
+    async def _look(self, place: PooledSandbox) -> None:
         """Empty a sandbox; the first call records its first state."""
         found = await self._own.empty(place.id)
-        place.reusable, place.load = found.clean, Load(found.memory_bytes)
+        place.reusable, place.load = found.clean, MemoryUse(found.memory_bytes)
         if not found.clean:
             log.info("sandbox %s is not in its first state: %s", place.id, found.reason)
 
-    async def _empty(self, place: Place) -> None:
+    async def _empty(self, place: PooledSandbox) -> None:
         slow = asyncio.get_running_loop().call_later(SLOW_S, self._slow, place)
         try:
             await self._look(place)
@@ -300,11 +302,11 @@ class Router:
         else:
             await self._end(place, "used")
 
-    def _slow(self, place: Place) -> None:
+    def _slow(self, place: PooledSandbox) -> None:
         place.slow = True
         self._turn()
 
-    def _let_go(self, place: Place) -> None:
+    def _let_go(self, place: PooledSandbox) -> None:
         """Mark a sandbox as idle."""
         if place not in self.table.places:
             return
@@ -316,17 +318,17 @@ class Router:
         self._turn()
         self._refill(place.template)
 
-    def _arm(self, place: Place) -> None:
+    def _arm(self, place: PooledSandbox) -> None:
         self._disarm(place)
         loop = asyncio.get_running_loop()
         self._timers[place] = loop.call_later(self._settings.idle_s, self._rested, place)
 
-    def _disarm(self, place: Place) -> None:
+    def _disarm(self, place: PooledSandbox) -> None:
         timer = self._timers.pop(place, None)
         if timer is not None:
             timer.cancel()
 
-    def _rested(self, place: Place) -> None:
+    def _rested(self, place: PooledSandbox) -> None:
         """End a sandbox that was idle for long; keep a spare of a template in use."""
         del self._timers[place]
         if place.state != "idle" or place not in self.table.places:
@@ -337,7 +339,7 @@ class Router:
             return
         self._background(self._end(place, "idle"))
 
-    async def _end(self, place: Place, reason: str) -> None:
+    async def _end(self, place: PooledSandbox, reason: str) -> None:
         self._disarm(place)
         place.state = "ending"
         try:
@@ -348,7 +350,7 @@ class Router:
         finally:
             self._forget(place)
 
-    def _forget(self, place: Place) -> None:
+    def _forget(self, place: PooledSandbox) -> None:
         self._disarm(place)
         self.table.forget(place)
         self._turn()
@@ -360,7 +362,7 @@ class Router:
         if place is not None:
             self._background(self._start_spare(place))
 
-    async def _start_spare(self, place: Place) -> None:
+    async def _start_spare(self, place: PooledSandbox) -> None:
         request = SandboxRequest(template=place.template, labels={STATELESS: "spare"})
         try:
             info, _ = await self._own.deploy_or_resume(request)

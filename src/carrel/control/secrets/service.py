@@ -15,7 +15,7 @@ from carrel.store.secrets import places_of
 Boxes = list[LiveSandbox]
 
 
-class Secrets:
+class SecretService:
     """The secrets of every context and template. No method returns a value."""
 
     def __init__(self, values: SecretValues, live: LiveSandboxes, attachments: Attachments):

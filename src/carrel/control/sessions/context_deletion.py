@@ -8,7 +8,7 @@ from __future__ import annotations
 from carrel.control.governance.policies import Policies
 from carrel.control.governance.policy_changes import PolicyChanges
 from carrel.control.operations.operations import Operations
-from carrel.control.secrets.service import Secrets
+from carrel.control.secrets.service import SecretService
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.filespace_files import FilespaceFiles
 from carrel.control.workspaces.workspaces import Workspaces
@@ -28,7 +28,7 @@ class ContextDeletion:
         store: SessionStore,
         policies: Policies,
         changes: PolicyChanges,
-        secrets: Secrets,
+        secrets: SecretService,
         files: FilespaceFiles,
     ):
         self._sessions = sessions

@@ -15,7 +15,7 @@ from carrel.control.operations.caller import caller
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
 from carrel.control.sessions.placement import resolve
 from carrel.errors import Conflict, InvalidRequest
-from carrel.identity import Kind
+from carrel.identity import OwnerKind
 from carrel.models import SandboxRequest, State
 from carrel.providers import Masks
 from carrel.providers.base import Capability, Launch, Provider
@@ -123,7 +123,7 @@ def agent_of(previous: SessionRecord | None, template: str | None) -> str | None
     if previous is not None and not previous.forgotten and previous.agent is not None:
         return previous.agent
     identity = caller.get().identity
-    return template if identity.kind is Kind.PERSON else identity.subject.partition(":")[2] or None
+    return template if identity.kind is OwnerKind.PERSON else identity.subject.partition(":")[2] or None
 
 
 def changes(record: SessionRecord) -> dict[str, object]:

@@ -10,12 +10,12 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from carrel.audit import AuditLog, Entry, chain_of
+from carrel.audit import AuditEntry, AuditLog, chain_of
 from carrel.control.operations.caller import Caller, caller
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.workspaces import Workspaces
 from carrel.errors import CarrelError
-from carrel.identity import Identity, Kind
+from carrel.identity import Identity, OwnerKind
 from carrel.models import SandboxInfo, State
 from carrel.store import SessionRecord, SessionStore
 
@@ -26,7 +26,7 @@ GONE_FOR_GOOD_S = DAY_S
 """How long another server has to delete a workspace of its own."""
 LEAST_WARNING = 7
 """A warning comes a day before, or a seventh of the whole time before if that is less."""
-UPKEEP = Identity("carrel", Kind.SERVICE, frozenset())
+UPKEEP = Identity("carrel", OwnerKind.SERVICE, frozenset())
 """The identity of the sweep. It has no scopes: waiting must not delete more than a caller who is no
 administrator can.
 """
@@ -37,7 +37,7 @@ def warning_s(ttl_s: float) -> float:
     return min(DAY_S, ttl_s / LEAST_WARNING)
 
 
-class Retention:
+class WorkspaceRetention:
     """Deletes the old workspaces of one server. `ttl_days` None keeps all of them."""
 
     def __init__(
@@ -136,5 +136,5 @@ class Retention:
         await self._store.update(record.id, expires_at=when)
 
     async def _record(self, record: SessionRecord, name: str, arguments: dict[str, object]) -> None:
-        entry = Entry(chain_of(record.context_id, record.id), "carrel", "session", name, arguments=arguments)
+        entry = AuditEntry(chain_of(record.context_id, record.id), "carrel", "session", name, arguments=arguments)
         (await self._audit.begin(entry)).end()

@@ -20,7 +20,7 @@ from carrel.config import Settings
 from carrel.control.operations.operations import OwnOperations
 from carrel.control.sessions.leases import LeaseUpkeep
 from carrel.control.sessions.live import LiveSandbox, SessionNotes
-from carrel.control.sessions.retention import Retention
+from carrel.control.sessions.retention import WorkspaceRetention
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.filespace_files import FilespaceFiles
 from carrel.control.workspaces.snapshots import Snapshots
@@ -51,7 +51,7 @@ Work = tuple[Callable[[], Awaitable[object]], float]
 """A task, and its interval in seconds."""
 
 
-class _Watch:
+class _DiskWatch:
     """The state of the disk watch for one sandbox."""
 
     __slots__ = ("growing", "next_busy", "next_idle", "seen")
@@ -73,7 +73,7 @@ class Janitor:
         operations: OwnOperations,
         snapshots: Snapshots,
         workspaces: Workspaces,
-        retention: Retention,
+        retention: WorkspaceRetention,
         store: SessionStore,
         audit: AuditLog,
         settings: Settings,
@@ -94,7 +94,7 @@ class Janitor:
         self._audit = audit
         self._flushed: dict[str, float] = {}
         self._described: dict[str, tuple[int, float]] = {}
-        self._watches: dict[str, _Watch] = {}
+        self._watches: dict[str, _DiskWatch] = {}
         self._checkpoints: dict[str, float] = {}
         self._generations: dict[str, int | None] = {}
         self._notes = notes
@@ -283,13 +283,13 @@ class Janitor:
             disk_mb = box.record.limits.disk_mb
             if disk_mb is None:
                 continue
-            watch = self._watches.setdefault(key, _Watch())
+            watch = self._watches.setdefault(key, _DiskWatch())
             now = time.monotonic()
             busy = box.used or box.in_flight > 0 or box.over_quota is not None
             if now >= (watch.next_busy if busy else watch.next_idle):
                 await self._look(box, watch, disk_mb)
 
-    async def _look(self, box: LiveSandbox, watch: _Watch, disk_mb: int) -> None:
+    async def _look(self, box: LiveSandbox, watch: _DiskWatch, disk_mb: int) -> None:
         box.used = False
         usage = await measure(
             box.workspace, stop_bytes=disk_mb * 1024 * 1024 * 2, stop_entries=max_entries(disk_mb) * 2

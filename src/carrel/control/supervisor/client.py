@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from carrel.control.operations.checks import GRACE, Emptied, check, checked_result, json_object, query_of, result_size
-from carrel.control.supervisor.connection import Download, Json, SupervisorConnection
+from carrel.control.supervisor.connection import Json, SupervisorConnection, SupervisorDownload
 from carrel.errors import NotFound, SandboxLost
 from carrel.models import (
     MAX_OUTPUT_BYTES,
@@ -85,7 +85,7 @@ class SupervisorClient(SupervisorConnection):
         path = f"/commands/{command_id}/result"
         return checked_result(await self.request("GET", path, deadline=None, max_bytes=LARGEST_RESULT), CommandResult)
 
-    async def command_output(self, command_id: str, offset: int, *, follow: bool) -> Download:
+    async def command_output(self, command_id: str, offset: int, *, follow: bool) -> SupervisorDownload:
         """Stream the output of a command as frames."""
         return await self._output(f"/commands/{command_id}", offset, follow=follow)
 
@@ -111,7 +111,7 @@ class SupervisorClient(SupervisorConnection):
 
     # files
 
-    async def read_file(self, path: str, offset: int | None, length: int | None) -> Download:
+    async def read_file(self, path: str, offset: int | None, length: int | None) -> SupervisorDownload:
         """Stream the bytes of a file."""
         return await self.download(f"/files/content{query_of(path=path, offset=offset, length=length)}")
 
@@ -166,7 +166,7 @@ class SupervisorClient(SupervisorConnection):
         """Wait for the result of a cell. Returns the size of the answer too."""
         return await self._cell("GET", f"/contexts/{context}/cells/{cell_id}")
 
-    async def cell_output(self, context: str, cell_id: str, offset: int, *, follow: bool) -> Download:
+    async def cell_output(self, context: str, cell_id: str, offset: int, *, follow: bool) -> SupervisorDownload:
         """Stream the output of a cell as frames."""
         return await self._output(f"/contexts/{context}/cells/{cell_id}", offset, follow=follow)
 
@@ -192,7 +192,7 @@ class SupervisorClient(SupervisorConnection):
         """Declare an MCP server, or declare it again."""
         return check(McpProcess, await self._json("PUT", f"/mcp/{name}", declaration))
 
-    async def connect_mcp(self, name: str) -> Download:
+    async def connect_mcp(self, name: str) -> SupervisorDownload:
         """Start the process of an MCP server if it does not run, and stream its messages."""
         return await self.download(f"/mcp/{name}/connect", method="POST", deadline=START_MCP_S, idle=None)
 
@@ -255,7 +255,7 @@ class SupervisorClient(SupervisorConnection):
             CommandInfo, json_object(await self.request("POST", path, body, deadline=deadline, max_bytes=SMALL))
         )
 
-    async def _output(self, path: str, offset: int, *, follow: bool) -> Download:
+    async def _output(self, path: str, offset: int, *, follow: bool) -> SupervisorDownload:
         query = query_of(offset=offset, follow=follow)
         return await self.download(f"{path}/output{query}", idle=None if follow else SHORT_S)
 

@@ -273,7 +273,7 @@ class _Wire(asyncio.Protocol):
             self._owner.forget(self)
 
 
-class Download:
+class SupervisorDownload:
     """An answer that is being read. `length` is None if the supervisor did not give it."""
 
     def __init__(self, wire: _Wire, idle: float | None):
@@ -396,7 +396,7 @@ class SupervisorConnection:
 
     async def download(
         self, path: str, *, method: str = "GET", deadline: float = 30.0, idle: float | None = 60.0
-    ) -> Download:
+    ) -> SupervisorDownload:
         """Open a stream. The caller reads it to the end or closes it; `idle` bounds the time between two chunks."""
         wire = self._idle.pop() if self._idle else await self._connect()
         wire.begin(0)
@@ -415,7 +415,7 @@ class SupervisorConnection:
         except BaseException:
             wire.release()
             raise
-        return Download(wire, idle)
+        return SupervisorDownload(wire, idle)
 
     @staticmethod
     def _object(answer: bytes) -> Json:

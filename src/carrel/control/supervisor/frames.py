@@ -16,7 +16,7 @@ _STREAMS = {0: "end", 1: "stdout", 2: "stderr"}
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class StreamChunk:
     """A piece of one stream; for `end` the whole payload of the end frame.
 
     `raw` is the number of bytes before redaction, if that is not the length of `data`.
@@ -36,9 +36,9 @@ class FrameReader:
         self._left = 0
         self.ended = False
 
-    def feed(self, data: bytes) -> list[Chunk]:
+    def feed(self, data: bytes) -> list[StreamChunk]:
         """Return the chunks in `data`; `SandboxLost` when these are not frames."""
-        chunks: list[Chunk] = []
+        chunks: list[StreamChunk] = []
         view = memoryview(data)
         while view or (self._kind == -1 and self._left == 0):
             if self.ended:
@@ -52,13 +52,13 @@ class FrameReader:
                     break
                 self.ended = True
                 self._kind = 0
-                chunks.append(Chunk("end", bytes(self._buffer)))
+                chunks.append(StreamChunk("end", bytes(self._buffer)))
                 self._buffer.clear()
             elif self._left:
                 taken = view[: self._left]
                 self._left -= len(taken)
                 view = view[len(taken) :]
-                chunks.append(Chunk(_STREAMS[self._kind], bytes(taken)))
+                chunks.append(StreamChunk(_STREAMS[self._kind], bytes(taken)))
             else:
                 taken = view[: _HEADER - len(self._buffer)]
                 self._buffer += taken
@@ -101,7 +101,7 @@ class TextCutter:
         self._stream = "stdout"
         self._rest = b""
 
-    def feed(self, chunk: Chunk) -> list[Piece]:
+    def feed(self, chunk: StreamChunk) -> list[Piece]:
         pieces = [] if chunk.stream == self._stream else self.flush()
         self._stream = chunk.stream
         data = self._rest + chunk.data if self._rest else chunk.data

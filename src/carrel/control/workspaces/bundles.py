@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from carrel.control.operations.operations import Operations
 from carrel.errors import CarrelError, InvalidRequest, SandboxLost
 from carrel.models import FilesWritten
-from carrel.models.bundles import Part, Unbundling
+from carrel.models.bundles import BundlePart, Unbundling
 
 SMALL = 64 * 1024
 AT_ONCE = 16
@@ -25,17 +25,17 @@ class Incoming:
 
     def __init__(self, content: AsyncIterator[bytes]):
         self._items = self._read(content)
-        self._next: Part | None = None
+        self._next: BundlePart | None = None
         self._begun = False
 
-    async def _read(self, content: AsyncIterator[bytes]) -> AsyncIterator[Part | bytes]:
+    async def _read(self, content: AsyncIterator[bytes]) -> AsyncIterator[BundlePart | bytes]:
         parser = Unbundling()
         async for data in content:
             for item in parser.feed(data):
                 yield item
         parser.finish()
 
-    async def part(self) -> Part | None:
+    async def part(self) -> BundlePart | None:
         """Return the next part, after the content of the previous one was read; None at the end."""
         if not self._begun:
             self._begun = True
@@ -55,7 +55,7 @@ class Incoming:
         while (piece := await self._advance()) is not None:
             yield piece
 
-    async def whole(self, part: Part) -> bytes:
+    async def whole(self, part: BundlePart) -> bytes:
         """Return the content of a small part."""
         if part.size > MOST_REQUEST:
             raise InvalidRequest("this part of the bundle is too large", field="body", hint="send it as a file")
@@ -102,11 +102,11 @@ class Bundles:
             async for path, each in found:
                 if isinstance(each, CarrelError):
                     text = json.dumps(each.problem()).encode()
-                    yield Part("problem", len(text), path).head() + text
+                    yield BundlePart("problem", len(text), path).head() + text
                 elif isinstance(each, bytes):
-                    yield Part("file", len(each), path).head() + each
+                    yield BundlePart("file", len(each), path).head() + each
                 else:
-                    yield Part("file", each.size, path).head()
+                    yield BundlePart("file", each.size, path).head()
                     async for piece in each.stream:
                         assert isinstance(piece, bytes)
                         yield piece

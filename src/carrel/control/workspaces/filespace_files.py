@@ -25,7 +25,7 @@ from carrel.models import SyncDirection, SyncSummary
 from carrel.store import FilespaceChange, FilespaceEntry, FilespaceMark, FilespaceStore, SessionRecord
 from carrel.threads import run_to_end
 from carrel.workspaces.filespace_contents import Contents
-from carrel.workspaces.filespace_sync import TOMBSTONE_S, Change, FilespaceSync, Mark, Stored, Synced
+from carrel.workspaces.filespace_sync import TOMBSTONE_S, FilespaceSync, Mark, StoredBatch, SyncChange, Synced
 from carrel.workspaces.layout import encode
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.synced_tree import MOST_FILES
@@ -62,10 +62,10 @@ class _Entries:
                 )
         return found + page
 
-    def put(self, changes: Sequence[Change], mark: Mark) -> Stored:
+    def put(self, changes: Sequence[SyncChange], mark: Mark) -> StoredBatch:
         wanted = [FilespaceChange(*change) for change in changes]
         done = self._ask(self._store.put(self._context, wanted, FilespaceMark(*mark)))
-        return Stored(done.entries, done.before, done.newest)
+        return StoredBatch(done.entries, done.before, done.newest)
 
     def hashes(self) -> set[str]:
         return self._ask(self._store.hashes(self._context))

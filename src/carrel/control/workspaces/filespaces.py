@@ -20,7 +20,7 @@ from carrel.models import FilespaceFile, FilespacePage, SyncDirection, SyncSumma
 from carrel.models import operations as op
 from carrel.store import FilespaceChange, FilespaceEntry, FilespaceStore
 from carrel.workspaces.filespace import NOT_SYNCED, synced
-from carrel.workspaces.filespace_contents import Contents, Draft
+from carrel.workspaces.filespace_contents import Contents, HashedContent
 from carrel.workspaces.layout import encode
 from carrel.workspaces.synced_tree import MOST_FILES
 
@@ -142,7 +142,7 @@ class Filespaces:
         return max(0, cap - used)
 
 
-async def _drafted(contents: Contents, content: AsyncIterator[bytes] | bytes, room: int) -> Draft:
+async def _drafted(contents: Contents, content: AsyncIterator[bytes] | bytes, room: int) -> HashedContent:
     drafting = contents.drafting()
     try:
         async for piece in _pieces(content):

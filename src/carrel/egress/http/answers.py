@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from http import HTTPStatus
 
-from carrel.egress.access import Refused
+from carrel.egress.access import AccessRefused
 from carrel.egress.http.messages import Header, write_response
 
 CONNECTED = b"HTTP/1.1 200 Connection established\r\n\r\n"
@@ -24,12 +24,14 @@ Every connection is decided by this agent's policy. There is nothing else at thi
 """
 
 
-def failed() -> Refused:
+def failed() -> AccessRefused:
     """Return the refusal for an error in carrel itself."""
-    return Refused("the proxy failed", code="platform_error", status=500, hint="try again in a moment", retry=True)
+    return AccessRefused(
+        "the proxy failed", code="platform_error", status=500, hint="try again in a moment", retry=True
+    )
 
 
-def refusal(refused: Refused, *, body: bool = True) -> bytes:
+def refusal(refused: AccessRefused, *, body: bool = True) -> bytes:
     """Return a refusal as a complete HTTP response, which ends the connection. `body` False: for a HEAD request."""
     content = body_of(refused)
     headers = [_length(content), (b"Content-Type", PROBLEM)]
@@ -39,7 +41,7 @@ def refusal(refused: Refused, *, body: bool = True) -> bytes:
     return write_response(refused.status, _phrase(refused), headers) + (content if body else b"")
 
 
-def body_of(refused: Refused) -> bytes:
+def body_of(refused: AccessRefused) -> bytes:
     """Return a refusal as a response body: carrel's usual object, with the names of RFC 9457 that uv shows to its
     users.
     """
@@ -47,7 +49,7 @@ def body_of(refused: Refused) -> bytes:
     return (json.dumps({**refused.as_dict(), **problem}) + "\n").encode()
 
 
-def sentence_of(refused: Refused) -> str:
+def sentence_of(refused: AccessRefused) -> str:
     """Return a refusal as one sentence with its hint."""
     hint = refused.verdict.hint
     return refused.reason if hint is None else f"{refused.reason}: {hint}"
@@ -63,13 +65,13 @@ def page(refusals: Iterable[str] = (), *, body: bool = True) -> bytes:
     return write_response(404, b"Not Found", headers) + (content if body else b"")
 
 
-def alert(refused: Refused) -> bytes:
+def alert(refused: AccessRefused) -> bytes:
     """Return the TLS alert that matches a refusal best."""
     about_name = refused.status == HTTPStatus.MISDIRECTED_REQUEST
     return bytes((21, 3, 3, 0, 2, 2, _UNRECOGNIZED_NAME if about_name else _ACCESS_DENIED))
 
 
-def socks_code(refused: Refused) -> int:
+def socks_code(refused: AccessRefused) -> int:
     """Return the SOCKS reply code of a refusal."""
     if refused.status in (502, 504):
         return _SOCKS_UNREACHABLE
@@ -80,7 +82,7 @@ def _length(content: bytes) -> Header:
     return b"Content-Length", b"%d" % len(content)
 
 
-def _phrase(refused: Refused) -> bytes:
+def _phrase(refused: AccessRefused) -> bytes:
     return f"{_status_phrase(refused.status)} ({_plain(sentence_of(refused))})".encode()
 
 
@@ -88,10 +90,10 @@ def _status_phrase(status: int) -> str:
     try:
         return HTTPStatus(status).phrase
     except ValueError:
-        return "Refused"
+        return "AccessRefused"
 
 
-def _proxy_status(refused: Refused) -> bytes:
+def _proxy_status(refused: AccessRefused) -> bytes:
     """Return the `Proxy-Status` header (RFC 9209)."""
     errors = {403: "http_request_denied", 429: "http_request_denied", 502: "destination_unavailable"}
     errors |= {504: "connection_timeout", 500: "proxy_internal_error", 503: "proxy_internal_error"}

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from urllib.parse import unquote_to_bytes
 
-from carrel.egress.access import BadRequest, BadResponse, Refused
-from carrel.egress.http.messages import Header, Response
+from carrel.egress.access import AccessRefused, BadRequest, BadResponse
+from carrel.egress.http.messages import Header, ResponseHead
 from carrel.egress.plan import Injected
 from carrel.errors import InvalidRequest
 from carrel.redaction.redact import Redactor
@@ -57,12 +57,10 @@ class Credentials:
         return all(each in self.known for each in others.known if each.host == host)
 
     def choose(self, host: str, method: str, target: str) -> tuple[Injected, ...]:
-        """Return the credentials for a request in origin form. Raises `Refused` if it is not clear whether there is
-        one.
-        """
+        """Return the credentials for a request in origin form. Raises `AccessRefused` if that is not clear."""
         known = [each for each in self._injected if each.host == host]
         if known and self._fault is not None:
-            raise Refused(
+            raise AccessRefused(
                 self._fault, code="credential_unusable", status=502, hint="the operator has to correct the secret"
             )
         return tuple(each for each in known if _methods_match(each, method) and _paths_match(each, target))
@@ -78,8 +76,8 @@ class Credentials:
             put.setdefault(_comparable(each.header), (each.header.encode(), each.value.encode()))
         return [*kept, (b"Accept-Encoding", b"identity"), *put.values()]
 
-    def response_headers(self, response: Response) -> tuple[bytes, list[Header]]:
-        """Return the reason and headers of a response without secrets. Raises `Refused` for a response whose body
+    def response_headers(self, response: ResponseHead) -> tuple[bytes, list[Header]]:
+        """Return the reason and headers of a response without secrets. Raises `AccessRefused` for a response whose body
         cannot be searched.
         """
         if response.words(b"content-encoding") - {b"identity"} or response.status == 206:

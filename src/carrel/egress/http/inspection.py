@@ -12,7 +12,7 @@ import ssl
 from functools import cached_property, partial
 from weakref import WeakKeyDictionary
 
-from carrel.egress.access import Access, Refused, Target
+from carrel.egress.access import Access, AccessRefused, Target
 from carrel.egress.http import answers
 from carrel.egress.http.authority import Authority, host_roots
 from carrel.egress.http.credentials import Credentials
@@ -48,10 +48,10 @@ class Inspection:
     async def __call__(
         self, client: socket.socket, upstream: socket.socket, target: Target, outbound: Outbound, tunnel: Access
     ) -> None:
-        """Serve a tunnel to its end. Raises `Refused` when TLS cannot begin, `OSError` and `TimeoutError`."""
+        """Serve a tunnel to its end. Raises `AccessRefused` when TLS cannot begin, `OSError` and `TimeoutError`."""
         try:
             context = self.authority(outbound).context(target.host)
-        except Refused as refusal:
+        except AccessRefused as refusal:
             await send(client, answers.alert(refusal))
             await farewell(client)
             raise
@@ -69,7 +69,7 @@ class Inspection:
                     ours = await accept_tls(client, context, moved)
                 except OSError as error:
                     raise _not_trusted(target, error) from None
-                server: TlsStream | Refused
+                server: TlsStream | AccessRefused
                 try:
                     server = theirs = await begin_tls(upstream, self._outward, target.host, moved)
                 except OSError as error:  # the relay answers with it inside the TLS, where the client can read it
@@ -83,10 +83,12 @@ class Inspection:
                     stream.abort()
 
     def authority(self, outbound: Outbound) -> Authority:
-        """Return the authority of a sandbox. Raises `Refused` when it has none."""
+        """Return the authority of a sandbox. Raises `AccessRefused` when it has none."""
         pem = outbound.plan.authority
         if pem is None:
-            raise Refused("the host is to be inspected, and this sandbox was made without a certificate authority")
+            raise AccessRefused(
+                "the host is to be inspected, and this sandbox was made without a certificate authority"
+            )
         known = self._authorities.get(outbound)
         if known is None or known[0] != pem:
             known = self._authorities[outbound] = (pem, Authority(pem))
@@ -112,9 +114,9 @@ class Inspection:
         return context
 
 
-def _not_trusted(target: Target, error: OSError) -> Refused:
+def _not_trusted(target: Target, error: OSError) -> AccessRefused:
     reason = error.reason if isinstance(error, ssl.SSLError) and error.reason else "the connection ended"
-    return Refused(
+    return AccessRefused(
         f"the TLS for {target} was not accepted by the client: {reason.lower().replace('_', ' ')}",
         code="tls_failed",
         status=502,
@@ -122,11 +124,11 @@ def _not_trusted(target: Target, error: OSError) -> Refused:
     )
 
 
-def _no_tls(target: Target, error: OSError) -> Refused:
+def _no_tls(target: Target, error: OSError) -> AccessRefused:
     if isinstance(error, ssl.SSLCertVerificationError):
         reason, hint = f"its certificate is not valid: {error.verify_message}", "the operator can add roots to trust"
     elif isinstance(error, ssl.SSLError):
         reason, hint = (error.reason or "it does not answer in TLS").lower().replace("_", " "), None
     else:
         reason, hint = "the connection ended", None
-    return Refused(f"no TLS with {target}: {reason}", code="tls_failed", status=502, hint=hint)
+    return AccessRefused(f"no TLS with {target}: {reason}", code="tls_failed", status=502, hint=hint)

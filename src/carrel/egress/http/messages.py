@@ -39,7 +39,7 @@ _HOP_BY_HOP = frozenset(
 
 
 @dataclass(slots=True)
-class Head:
+class MessageHead:
     """The common part of both kinds of head."""
 
     minor: int
@@ -81,7 +81,7 @@ class Head:
 
 
 @dataclass(slots=True)
-class Request(Head):
+class RequestHead(MessageHead):
     """The head of a request."""
 
     method: str
@@ -94,7 +94,7 @@ class Request(Head):
 
 
 @dataclass(slots=True)
-class Response(Head):
+class ResponseHead(MessageHead):
     """The head of a response."""
 
     status: int
@@ -105,7 +105,7 @@ class Response(Head):
         return method == "HEAD" or self.status in (204, 304) or self.status < 200
 
 
-class _Found:
+class _ParserCallbacks:
     """The callbacks of the parser."""
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ def end_of(data: bytes) -> int | None:
     return None
 
 
-def read_request(data: bytes) -> Request:
+def read_request(data: bytes) -> RequestHead:
     """Parse the complete head of a request. Raises `Refused`."""
     line = _REQUEST_LINE.match(data)
     if line is None:
@@ -138,7 +138,7 @@ def read_request(data: bytes) -> Request:
         raise BadRequest(f"the method {method} is not known here", status=501)
     head = _parse(data, httptools.HttpRequestParser, "request")
     length, chunked = _framing(head, minor=int(line[3]), what="request")
-    found = Request(int(line[3]), tuple(head.headers), head.fields, length, chunked, method, target)
+    found = RequestHead(int(line[3]), tuple(head.headers), head.fields, length, chunked, method, target)
     if b"expect" in head.fields and found.words(b"expect") != {b"100-continue"}:
         raise BadRequest("only 100-continue can be expected", status=417)
     hosts = len(head.fields.get(b"host", ()))
@@ -149,7 +149,7 @@ def read_request(data: bytes) -> Request:
     return found
 
 
-def read_response(data: bytes) -> Response:
+def read_response(data: bytes) -> ResponseHead:
     """Parse the complete head of a response. Raises `Refused` with status 502."""
     try:
         line = _STATUS_LINE.match(data)
@@ -159,13 +159,13 @@ def read_response(data: bytes) -> Response:
         length, chunked = _framing(head, minor=int(line[1]), what="response")
     except BadRequest as refusal:
         raise BadResponse(refusal.reason) from None
-    return Response(int(line[1]), tuple(head.headers), head.fields, length, chunked, int(line[2]), line[3] or b"")
+    return ResponseHead(int(line[1]), tuple(head.headers), head.fields, length, chunked, int(line[2]), line[3] or b"")
 
 
 def _parse(
     data: bytes, kind: type[httptools.HttpRequestParser] | type[httptools.HttpResponseParser], what: str
-) -> _Found:
-    found = _Found()
+) -> _ParserCallbacks:
+    found = _ParserCallbacks()
     try:
         kind(found).feed_data(data)
     except httptools.HttpParserUpgrade:
@@ -177,7 +177,7 @@ def _parse(
     return found
 
 
-def _framing(head: _Found, *, minor: int, what: str) -> tuple[int | None, bool]:
+def _framing(head: _ParserCallbacks, *, minor: int, what: str) -> tuple[int | None, bool]:
     """Return the length of the body and whether it is chunked. The parser refuses most errors here; nothing depends on
     that alone.
     """
@@ -193,7 +193,7 @@ def _framing(head: _Found, *, minor: int, what: str) -> tuple[int | None, bool]:
     return int(lengths[0]), False
 
 
-def write_request(method: str, target: str, host: str, headers: Iterable[Header], request: Request) -> bytes:
+def write_request(method: str, target: str, host: str, headers: Iterable[Header], request: RequestHead) -> bytes:
     """Return the head of a request to send: in origin form, with our own Host, and the framing of the body as read."""
     lines = [f"{method} {target} HTTP/1.1\r\nHost: {host}\r\n".encode(), *map(_line, headers)]
     if request.chunked:

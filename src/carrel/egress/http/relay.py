@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from carrel.egress.access import Access, BadRequest, BadResponse, Refused, Target
+from carrel.egress.access import Access, AccessRefused, BadRequest, BadResponse, Target
 from carrel.egress.http import answers
 from carrel.egress.http.credentials import Credentials
 from carrel.egress.http.messages import (
     Header,
-    Request,
-    Response,
+    RequestHead,
+    ResponseHead,
     read_request,
     read_response,
     write_request,
     write_response,
 )
-from carrel.egress.http.streams import SocketStream, Stream, forward, forward_both_ways
-from carrel.egress.index.front import Answer
+from carrel.egress.http.streams import ByteStream, SocketStream, forward, forward_both_ways
+from carrel.egress.index.front import IndexAnswer
 from carrel.egress.outbound.budget import Meter
 from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.names import read_authority
@@ -55,7 +55,7 @@ class Tunnel:
 
     target: Target
     access: Access
-    server: Stream | Refused
+    server: ByteStream | AccessRefused
     """The server, or the refusal that answers each request because there is none."""
     credentials: Callable[[], Credentials] | None = None
     """Returns the credentials that are valid now. None: the requests are in the clear."""
@@ -74,10 +74,10 @@ class _Server:
 class _Exchange:
     """One request and its context."""
 
-    request: Request
+    request: RequestHead
     target: Target
     path: str
-    server: Stream
+    server: ByteStream
     access: Access
     meter: Meter
     chosen: tuple[Injected, ...] = ()
@@ -96,14 +96,14 @@ class _Exchange:
         """Create a redactor for the response, if it may hold a credential."""
         return None if self.credentials is None else self.credentials.redactor.stream()
 
-    def clean_head(self, response: Response) -> tuple[bytes, list[Header]]:
-        """Return the reason and the headers of a response without credentials. Raises `Refused`."""
+    def clean_head(self, response: ResponseHead) -> tuple[bytes, list[Header]]:
+        """Return the reason and the headers of a response without credentials. Raises `AccessRefused`."""
         if self.credentials is None:
             return response.reason, response.forwarded()
         return self.credentials.response_headers(response)
 
 
-class _Unanswered(Refused):
+class _Unanswered(AccessRefused):
     """The server did not answer a request."""
 
     def __init__(self, target: Target, error: OSError | None = None):
@@ -117,7 +117,7 @@ class _Unanswered(Refused):
 class Relay:
     """Serves the requests of one client's connection, one after the other."""
 
-    def __init__(self, client: Stream, outbound: Outbound, tunnel: Tunnel | None = None):
+    def __init__(self, client: ByteStream, outbound: Outbound, tunnel: Tunnel | None = None):
         self._client = client
         self._outbound = outbound
         self._tunnel = tunnel
@@ -138,7 +138,7 @@ class Relay:
                 bodiless = request.method == "HEAD"
                 if not await self._answer(request):
                     break
-        except Refused as refusal:
+        except AccessRefused as refusal:
             await self._refuse(refusal, bodiless)
         except OSError:
             raise
@@ -152,7 +152,7 @@ class Relay:
             self._drop_server()
         await self._client.finish()
 
-    async def _refuse(self, refusal: Refused, bodiless: bool) -> None:
+    async def _refuse(self, refusal: AccessRefused, bodiless: bool) -> None:
         self._drop_server()
         tunnel = self._tunnel
         if tunnel is not None and tunnel.credentials is None:
@@ -167,11 +167,11 @@ class Relay:
         when that server speaks without being asked.
         """
         client, server = self._client, None if self._tunnel is None else self._tunnel.server
-        if isinstance(server, Stream) and server.rest:
+        if isinstance(server, ByteStream) and server.rest:
             return False
         if client.rest:
             return True
-        if isinstance(server, Stream) and not isinstance(server, SocketStream):
+        if isinstance(server, ByteStream) and not isinstance(server, SocketStream):
             return await self._first_of(server)
         try:
             more = await client.more(NEXT_S)
@@ -179,7 +179,7 @@ class Relay:
             return False
         return more and (not isinstance(server, SocketStream) or server.silent)
 
-    async def _first_of(self, server: Stream) -> bool:
+    async def _first_of(self, server: ByteStream) -> bool:
         """Return whether the client sends something before the server does."""
         ours, theirs = asyncio.ensure_future(self._client.more()), asyncio.ensure_future(server.more())
         try:
@@ -188,19 +188,19 @@ class Relay:
         finally:
             await cancel((ours, theirs))
 
-    async def _read(self) -> Request | None:
+    async def _read(self) -> RequestHead | None:
         try:
             head = await self._client.head()
             self._head_size = len(head or b"")
             return None if head is None else read_request(head)
-        except Refused as refusal:
+        except AccessRefused as refusal:
             if self._tunnel is None:
                 self._outbound.refuse(Access(self._outbound.plan.sandbox, "http"), refusal)
             elif self._tunnel.credentials is not None:
                 self._outbound.refuse(_access_in(self._tunnel), refusal)
             raise
 
-    async def _answer(self, request: Request) -> bool:
+    async def _answer(self, request: RequestHead) -> bool:
         """Answer a request; return whether the client's connection can be used for another one."""
         if self._tunnel is not None:
             return await self._answer_in_tunnel(self._tunnel, request)
@@ -213,14 +213,14 @@ class Relay:
             if self._outbound.rules.credited(target):
                 access.target = target
                 raise _in_the_clear(target)
-        except Refused as refusal:
+        except AccessRefused as refusal:
             self._outbound.refuse(access, refusal)
             raise
         return await self._forward(request, access, target, path)
 
     # inside a tunnel
 
-    async def _answer_in_tunnel(self, tunnel: Tunnel, request: Request) -> bool:
+    async def _answer_in_tunnel(self, tunnel: Tunnel, request: RequestHead) -> bool:
         outbound, target, clear = self._outbound, tunnel.target, tunnel.credentials is None
         access = _access_in(tunnel)
         access.method = request.method
@@ -235,13 +235,13 @@ class Relay:
                 chosen = credentials.choose(target.host, request.method, path)
                 access.credential = ", ".join(each.name for each in chosen) or None
             if chosen and request.websocket:
-                raise Refused(
+                raise AccessRefused(
                     "a WebSocket cannot be given a credential: what comes back through it cannot be looked at",
                     hint="leave credentials of this host to requests",
                 )
-            if isinstance(tunnel.server, Refused):
+            if isinstance(tunnel.server, AccessRefused):
                 raise tunnel.server
-        except Refused as refusal:
+        except AccessRefused as refusal:
             if not clear:  # else the record of the tunnel tells it
                 outbound.refuse(access, refusal)
             raise
@@ -271,7 +271,7 @@ class Relay:
 
     # outside a tunnel
 
-    async def _forward(self, request: Request, access: Access, target: Target, path: str) -> bool:
+    async def _forward(self, request: RequestHead, access: Access, target: Target, path: str) -> bool:
         outbound = self._outbound
         while True:
             before = self._reusable_server(target)
@@ -381,12 +381,12 @@ class Relay:
             )
         return lasting
 
-    async def _read_response(self, exchange: _Exchange) -> Response:
+    async def _read_response(self, exchange: _Exchange) -> ResponseHead:
         """Read the head of the final response. Interim responses are passed on."""
         for _ in range(_MOST_INTERIM):
             try:
                 head = await exchange.server.head()
-            except Refused as refusal:
+            except AccessRefused as refusal:
                 raise BadResponse(refusal.reason) from None
             except OSError as error:
                 raise _Unanswered(exchange.target, error) from None
@@ -401,7 +401,7 @@ class Relay:
                 await self._client.write(write_response(response.status, reason, headers))
         raise BadResponse("the server sends no final response")
 
-    async def _switch(self, exchange: _Exchange, response: Response) -> None:
+    async def _switch(self, exchange: _Exchange, response: ResponseHead) -> None:
         """Pass on a WebSocket until one side ends it."""
         if not (exchange.websocket and response.websocket):
             raise BadResponse("the server switches to a protocol that was not requested")
@@ -424,7 +424,7 @@ class Relay:
         return count
 
     def _check_credentials(self, exchange: _Exchange) -> None:
-        """Raise `Refused` when the host got a credential since the request: the response may hold it."""
+        """Raise `AccessRefused` when the host got a credential since the request: the response may hold it."""
         if self._tunnel is None or self._tunnel.credentials is None or self._known is None:
             return
         now = self._tunnel.credentials()
@@ -433,7 +433,7 @@ class Relay:
 
     # the package index
 
-    async def _answer_from_index(self, request: Request) -> bool:
+    async def _answer_from_index(self, request: RequestHead) -> bool:
         """Answer a request that is for the proxy itself, from the package index."""
         outbound = self._outbound
         if request.target == "/":
@@ -457,7 +457,7 @@ class Relay:
                 outbound.close(access, answer.refused)
             return request.lasting
 
-    async def _give(self, request: Request, answer: Answer, meter: Meter) -> None:
+    async def _give(self, request: RequestHead, answer: IndexAnswer, meter: Meter) -> None:
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers]
         if not request.lasting:
             headers.append((b"Connection", b"close"))
@@ -492,8 +492,8 @@ def _logged(path: str) -> str:
     return path.partition("?")[0][:_MOST_PATH]
 
 
-def _split(request: Request) -> tuple[Target, str]:
-    """Return the target of a request in absolute form and the path there. Raises `Refused`."""
+def _split(request: RequestHead) -> tuple[Target, str]:
+    """Return the target of a request in absolute form and the path there. Raises `AccessRefused`."""
     scheme, name, path = _parse_url(request.target)
     if request.method == "CONNECT" or scheme is None:
         raise BadRequest("the request must name a URL: http://host/path")
@@ -517,8 +517,8 @@ def _parse_url(url: str) -> tuple[str | None, str, str]:
     return scheme.lower() if separator else None, name, "/" + path if path.startswith("?") else path
 
 
-def _path_inside(tunnel: Tunnel, request: Request) -> str:
-    """Return the path and query of a request, which must be for the host of its tunnel. Raises `Refused`."""
+def _path_inside(tunnel: Tunnel, request: RequestHead) -> str:
+    """Return the path and query of a request, which must be for the host of its tunnel. Raises `AccessRefused`."""
     path = request.target
     hosts: list[str | bytes] = [*request.all(b"host")]
     if request.method == "CONNECT":
@@ -533,7 +533,7 @@ def _path_inside(tunnel: Tunnel, request: Request) -> str:
         path = path or "/"
     for host in hosts:
         if read_authority(host, tunnel.target.port) != tunnel.target:
-            raise Refused(
+            raise AccessRefused(
                 f"the tunnel is for {tunnel.target}, and the request inside it is for another host",
                 status=421,
                 hint="open a tunnel for each host",
@@ -541,10 +541,12 @@ def _path_inside(tunnel: Tunnel, request: Request) -> str:
     return path
 
 
-def _changed() -> Refused:
-    return Refused("the policy has changed meanwhile", code="conflict", status=503, retry=True)
+def _changed() -> AccessRefused:
+    return AccessRefused("the policy has changed meanwhile", code="conflict", status=503, retry=True)
 
 
-def _in_the_clear(target: Target) -> Refused:
+def _in_the_clear(target: Target) -> AccessRefused:
     """Nobody would remove the credential from the responses of such a host to requests without TLS."""
-    return Refused(f"{target.host} is reached by https only: it gets a credential on the way", hint="use https://")
+    return AccessRefused(
+        f"{target.host} is reached by https only: it gets a credential on the way", hint="use https://"
+    )

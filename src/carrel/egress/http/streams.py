@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from carrel.egress.copying import copy, tunnel
-from carrel.egress.http.messages import Chunks, Head, chunk, end_of
+from carrel.egress.http.messages import Chunks, MessageHead, chunk, end_of
 from carrel.egress.sockets import FREE_LOOKS, IDLE_S, PAUSE_S, Ended, Undeliverable, farewell, readable, send
 from carrel.primitives.tasks import cancel
 from carrel.redaction.redact import StreamRedactor
@@ -28,7 +28,7 @@ _PIECE = 64 * 1024
 _FAREWELL_S = 2.0
 
 
-class Stream(ABC):
+class ByteStream(ABC):
     """One side of a connection. A call that waits can be cancelled without losing bytes."""
 
     def __init__(self, rest: bytes = b""):
@@ -75,7 +75,7 @@ class Stream(ABC):
         return data
 
 
-class SocketStream(Stream):
+class SocketStream(ByteStream):
     """A raw, non-blocking socket, which stays the caller's. `rest`: bytes that the caller has already taken from it."""
 
     def __init__(self, connection: socket.socket, rest: bytes = b""):
@@ -85,7 +85,7 @@ class SocketStream(Stream):
         self._ended = False
 
     async def more(self, patience_s: float | None = None) -> bool:
-        """See `Stream`. Waits at most `patience_s`, or `IDLE_S`."""
+        """See `ByteStream`. Waits at most `patience_s`, or `IDLE_S`."""
         patience_s = IDLE_S if patience_s is None else patience_s
         if self._wrote:  # the peer cannot have answered yet: do not try to read before
             self._wrote = False
@@ -101,7 +101,7 @@ class SocketStream(Stream):
             return not self._ended
 
     async def write(self, data: bytes) -> None:
-        """See `Stream`."""
+        """See `ByteStream`."""
         self._wrote = True
         try:
             await send(self.socket, data)
@@ -111,7 +111,7 @@ class SocketStream(Stream):
             raise Undeliverable(*error.args) from None
 
     async def finish(self) -> None:
-        """See `Stream`."""
+        """See `ByteStream`."""
         if not self._ended:
             await farewell(self.socket)
 
@@ -129,7 +129,7 @@ class SocketStream(Stream):
         return False
 
 
-class TlsStream(Stream):
+class TlsStream(ByteStream):
     """TLS on a socket that stays the caller's. Calls `moved` whenever bytes have moved, so that the caller can limit
     how long the whole connection is idle.
     """
@@ -140,7 +140,7 @@ class TlsStream(Stream):
         self._moved = moved
 
     async def more(self, patience_s: float | None = None) -> bool:
-        """See `Stream`."""
+        """See `ByteStream`."""
         async with asyncio.timeout(patience_s):
             data = await self._reader.read(_PIECE)
         self._moved()
@@ -148,7 +148,7 @@ class TlsStream(Stream):
         return bool(data)
 
     async def write(self, data: bytes) -> None:
-        """See `Stream`."""
+        """See `ByteStream`."""
         try:
             self._writer.write(data)
             await self._writer.drain()
@@ -157,7 +157,7 @@ class TlsStream(Stream):
         self._moved()
 
     async def finish(self) -> None:
-        """See `Stream`."""
+        """See `ByteStream`."""
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(_FAREWELL_S):
                 self._writer.close()
@@ -209,7 +209,7 @@ class Body:
     `count` is called with the number of bytes used, those between chunks included.
     """
 
-    def __init__(self, stream: Stream, head: Head | None, count: Callable[[int], None]):
+    def __init__(self, stream: ByteStream, head: MessageHead | None, count: Callable[[int], None]):
         self._stream = stream
         self._count = count
         self._chunks = Chunks() if head is not None and head.chunked else None
@@ -240,9 +240,9 @@ class Body:
 
 
 async def forward(
-    source: Stream,
-    sink: Stream,
-    head: Head | None,
+    source: ByteStream,
+    sink: ByteStream,
+    head: MessageHead | None,
     count: Callable[[int], None],
     *,
     first: bytes = b"",
@@ -287,8 +287,8 @@ async def _next_piece(body: Body, redactor: StreamRedactor | None, give: Callabl
 
 
 async def forward_both_ways(
-    client: Stream,
-    server: Stream,
+    client: ByteStream,
+    server: ByteStream,
     sent: Callable[[int], None],
     received: Callable[[int], None],
     redactor: StreamRedactor | None,

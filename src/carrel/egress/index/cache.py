@@ -40,7 +40,7 @@ class OpenFile:
     digest: str
 
 
-class Draft:
+class CacheDraft:
     """A file that is being written. Call `finish` or `drop`."""
 
     def __init__(self, directory: str):
@@ -102,11 +102,11 @@ class PackageCache:
 
     # --- files
 
-    def draft(self) -> Draft:
+    def draft(self) -> CacheDraft:
         """Create a draft."""
-        return Draft(self._drafts)
+        return CacheDraft(self._drafts)
 
-    def finish(self, draft: Draft, name: str) -> None:
+    def finish(self, draft: CacheDraft, name: str) -> None:
         """Store a draft, which the caller has verified, under a key. Its descriptor stays open."""
         path = os.path.join(self._files, f"{_checked(name)}-{draft.digest}")
         with self._lock:

@@ -19,9 +19,9 @@ import httpx
 
 from carrel.egress.index import pages
 from carrel.egress.index.cache import PackageCache, key
-from carrel.egress.index.client import FairLimit, IndexClient, Permit, Unreachable, plain
-from carrel.egress.index.pages import BadPage, Page
-from carrel.egress.plan import Index
+from carrel.egress.index.client import FairLimit, IndexClient, SharedPermit, Unreachable, plain
+from carrel.egress.index.pages import BadPage, ProjectPage
+from carrel.egress.plan import PackageIndex
 from carrel.primitives.cache import Cache
 from carrel.primitives.tasks import cancel
 
@@ -39,27 +39,29 @@ _MOST_FAILED = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CachedPage:
     """A cached page. `page` is None when the index does not have the project."""
 
-    page: Page | None
+    page: ProjectPage | None
     asked: float
     etag: str | None = None
     modified: str | None = None
 
 
-class Catalogue:
+class PageCatalogue:
     """The pages of every index."""
 
     def __init__(self, cache: PackageCache, fetch: IndexClient, clock: Callable[[], float] = time.time):
         self._cache, self._fetch, self._clock = cache, fetch, clock
-        self._memory: OrderedDict[str, Entry] = OrderedDict()
+        self._memory: OrderedDict[str, CachedPage] = OrderedDict()
         self._links = 0
         self._failed: Cache[str, bool] = Cache(_MOST_FAILED, RETRY_S, clock=clock)
-        self._requests: dict[str, tuple[asyncio.Task[Entry], Permit]] = {}
+        self._requests: dict[str, tuple[asyncio.Task[CachedPage], SharedPermit]] = {}
         self._limit = FairLimit(MOST_AT_ONCE)
 
-    async def page(self, index: Index, project: str, who: Hashable = None, *, any_age: bool = False) -> Page | None:
+    async def page(
+        self, index: PackageIndex, project: str, who: Hashable = None, *, any_age: bool = False
+    ) -> ProjectPage | None:
         """Return the page of a project; None when the index does not have it. Raises `Unreachable` or `BadPage`.
 
         When the index fails, an old page is used; but not the knowledge that it did not have the project.
@@ -85,12 +87,14 @@ class Catalogue:
         """Cancel all requests."""
         await cancel([task for task, _ in self._requests.values()])
 
-    def _finished(self, name: str, task: asyncio.Task[Entry]) -> None:
+    def _finished(self, name: str, task: asyncio.Task[CachedPage]) -> None:
         del self._requests[name]
         if not task.cancelled():
             task.exception()  # marks it as seen if nobody waits any more
 
-    async def _ask(self, name: str, index: Index, project: str, known: Entry | None, permit: Permit) -> Entry:
+    async def _ask(
+        self, name: str, index: PackageIndex, project: str, known: CachedPage | None, permit: SharedPermit
+    ) -> CachedPage:
         try:
             async with asyncio.timeout(_MOST_TIME_S) as limit, permit:
                 # Somebody may have joined while another waited for the permit; both get the full time.
@@ -107,7 +111,7 @@ class Catalogue:
         self._remember(name, entry)
         return entry
 
-    async def _get(self, name: str, index: Index, project: str, known: Entry | None) -> Entry:
+    async def _get(self, name: str, index: PackageIndex, project: str, known: CachedPage | None) -> CachedPage:
         headers = {"accept": pages.ACCEPT, "accept-encoding": "gzip, deflate"}
         if known is not None and known.page is not None:
             if known.etag:
@@ -118,14 +122,14 @@ class Catalogue:
             now = self._clock()
             if response.status_code == 304 and known is not None:
                 await asyncio.to_thread(self._cache.confirm_page, name, now)
-                return Entry(known.page, now, known.etag, known.modified)
+                return CachedPage(known.page, now, known.etag, known.modified)
             if response.status_code in {404, 410}:
-                entry = Entry(None, now)
+                entry = CachedPage(None, now)
             elif response.status_code == 200:
                 body = await _body(response)
                 kind, base = response.headers.get("content-type", ""), str(response.url)
                 page = await asyncio.to_thread(pages.read, body, kind, project, base)
-                entry = Entry(page, now, _short(response, "etag"), _short(response, "last-modified"))
+                entry = CachedPage(page, now, _short(response, "etag"), _short(response, "last-modified"))
             else:
                 raise Unreachable(f"it answered {response.status_code}")
         try:
@@ -134,10 +138,10 @@ class Catalogue:
             log.warning("the package cache cannot be written: %s", error.strerror)
         return entry
 
-    async def _load(self, name: str, project: str) -> Entry | None:
+    async def _load(self, name: str, project: str) -> CachedPage | None:
         return await asyncio.to_thread(self._read, name, project)
 
-    def _read(self, name: str, project: str) -> Entry | None:
+    def _read(self, name: str, project: str) -> CachedPage | None:
         kept = self._cache.page(name)
         if kept is None:
             return None
@@ -147,7 +151,7 @@ class Catalogue:
             self._cache.drop_page(name)
             return None
 
-    def _remember(self, name: str, entry: Entry) -> None:
+    def _remember(self, name: str, entry: CachedPage) -> None:
         self._forget(name)
         self._memory[name] = entry
         self._links += _weight(entry)
@@ -160,25 +164,25 @@ class Catalogue:
             self._links -= _weight(former)
 
 
-def scope(index: Index, kind: str, *parts: str | None) -> str:
+def scope(index: PackageIndex, kind: str, *parts: str | None) -> str:
     """Return the cache key of something on an index. It depends on the credentials and on the trust in the index, so
     that the cache never shows one sandbox what only another may see.
     """
     return key(kind, index.url.rstrip("/"), "trusted" if index.trusted else index.cert, *parts)
 
 
-def page_url(index: Index, project: str) -> str:
+def page_url(index: PackageIndex, project: str) -> str:
     """Return the URL of a project's page."""
     parts = urlsplit(index.url)
     return parts._replace(path=f"{parts.path.rstrip('/')}/{project}/", fragment="").geturl()
 
 
-def describe(index: Index) -> str:
+def describe(index: PackageIndex) -> str:
     """Return the name and URL of an index for people."""
     return f"{index.name} ({plain(index)})"
 
 
-def _weight(entry: Entry) -> int:
+def _weight(entry: CachedPage) -> int:
     return 10 + (len(entry.page.links) if entry.page else 0)
 
 
@@ -196,14 +200,16 @@ def _short(response: httpx.Response, name: str) -> str | None:
     return value if value and len(value) <= 512 and value.isascii() and value.isprintable() else None
 
 
-def _pack(entry: Entry) -> bytes:
+def _pack(entry: CachedPage) -> bytes:
     head = {"v": 1, "etag": entry.etag, "modified": entry.modified, "missing": entry.page is None}
     return json.dumps(head).encode() + b"\n" + (pages.pack(entry.page) if entry.page else b"")
 
 
-def _unpack(data: bytes, asked: float, project: str) -> Entry:
+def _unpack(data: bytes, asked: float, project: str) -> CachedPage:
     first, _, rest = data.partition(b"\n")
     head = json.loads(first)
     if head["v"] != 1:
         raise BadPage("the page is of another version")
-    return Entry(None if head["missing"] else pages.read_json(rest, project), asked, head["etag"], head["modified"])
+    return CachedPage(
+        None if head["missing"] else pages.read_json(rest, project), asked, head["etag"], head["modified"]
+    )

@@ -23,7 +23,7 @@ from urllib.request import proxy_bypass
 import httpcore
 import httpx
 
-from carrel.egress.plan import Index
+from carrel.egress.plan import PackageIndex
 from carrel.policy.rules import addresses
 
 
@@ -37,13 +37,13 @@ class FairLimit:
     def __init__(self, most: int):
         self._free = most
         self._taken: Counter[Hashable] = Counter()
-        self._waiting: dict[Permit, asyncio.Future[None]] = {}
+        self._waiting: dict[SharedPermit, asyncio.Future[None]] = {}
 
-    def permit(self) -> Permit:
+    def permit(self) -> SharedPermit:
         """Create a permit, to join and then to wait for as an asynchronous context manager."""
-        return Permit(self)
+        return SharedPermit(self)
 
-    async def enter(self, permit: Permit) -> None:
+    async def enter(self, permit: SharedPermit) -> None:
         """Wait for a permit."""
         future = self._waiting[permit] = asyncio.get_running_loop().create_future()
         self.give()
@@ -54,7 +54,7 @@ class FairLimit:
             self.leave(permit)
             raise
 
-    def leave(self, permit: Permit) -> None:
+    def leave(self, permit: SharedPermit) -> None:
         """Return a permit, if it was given."""
         if permit.charged:
             (who,) = permit.charged
@@ -80,7 +80,7 @@ class FairLimit:
                 future.set_result(None)
 
 
-class Permit:
+class SharedPermit:
     """One permit, for everybody who joins it. It counts for the one of them that has fewest."""
 
     def __init__(self, limit: FairLimit):
@@ -129,13 +129,13 @@ class IndexClient:
     def __init__(self, *, proxy: str | None = None, resolve: Resolve | None = None):
         self._proxy = proxy
         self._resolve = resolve or _look_up
-        self._clients: dict[tuple[Index, bool], _Client] = {}
+        self._clients: dict[tuple[PackageIndex, bool], _Client] = {}
         self._contexts: dict[tuple[bool, str | None], ssl.SSLContext] = {}
         self._private: dict[str, bool] = {}
 
     @asynccontextmanager
     async def get(
-        self, index: Index, url: str, headers: Mapping[str, str], *, sealed: bool = False
+        self, index: PackageIndex, url: str, headers: Mapping[str, str], *, sealed: bool = False
     ) -> AsyncIterator[httpx.Response]:
         """Yield the response to a GET after redirects; its body is unread. Raises `Unreachable`.
 
@@ -174,7 +174,7 @@ class IndexClient:
         for client in clients:
             await client.http.aclose()
 
-    async def _join(self, index: Index, host: str) -> _Client:
+    async def _join(self, index: PackageIndex, host: str) -> _Client:
         """Return the client for an index, with one more user; the caller decrements `users`. Each index has its own
         connections, so that none is shared with a less trusted one.
         """
@@ -189,7 +189,7 @@ class IndexClient:
         await self._drop_idle()
         return known
 
-    def _open(self, index: Index, own: str, proxied: bool, guarded: bool) -> httpx.AsyncClient:
+    def _open(self, index: PackageIndex, own: str, proxied: bool, guarded: bool) -> httpx.AsyncClient:
         try:
             transport = httpx.AsyncHTTPTransport(
                 verify=self._context(index), limits=_LIMITS, proxy=self._proxy if proxied else None, trust_env=False
@@ -206,7 +206,7 @@ class IndexClient:
             )
         return httpx.AsyncClient(transport=transport, timeout=_TIMEOUT, trust_env=False)
 
-    def _context(self, index: Index) -> ssl.SSLContext:
+    def _context(self, index: PackageIndex) -> ssl.SSLContext:
         chosen = (index.trusted, index.cert)
         if chosen not in self._contexts:
             if index.trusted:
@@ -296,12 +296,12 @@ def _joined(base: httpx.URL, location: str) -> str:
         raise Unreachable(_NO_ADDRESS) from None
 
 
-def plain(index: Index) -> str:
+def plain(index: PackageIndex) -> str:
     """Return the URL of an index without user and password."""
     return _plain(index.url)
 
 
-def _credentials(index: Index, url: str) -> dict[str, str]:
+def _credentials(index: PackageIndex, url: str) -> dict[str, str]:
     """Return the `authorization` header for a URL: of its own user, or on the same origin of the index's user."""
     own, asked = urlsplit(index.url), urlsplit(url)
     same = (own.scheme, own.hostname, own.port) == (asked.scheme, asked.hostname, asked.port)

@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from carrel.egress.index.cache import Draft, OpenFile, PackageCache
-from carrel.egress.index.client import FairLimit, IndexClient, Permit, Unreachable
-from carrel.egress.plan import Index
+from carrel.egress.index.cache import CacheDraft, OpenFile, PackageCache
+from carrel.egress.index.client import FairLimit, IndexClient, SharedPermit, Unreachable
+from carrel.egress.plan import PackageIndex
 from carrel.primitives.tasks import cancel
 from carrel.threads import run_to_end
 
@@ -104,10 +104,10 @@ _HEADERS = {"accept-encoding": "identity", "accept": "*/*"}
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class IndexedFile:
     """A file, with what the index says about it."""
 
-    index: Index
+    index: PackageIndex
     url: str
     digest: tuple[str, str] | None
     sealed: bool
@@ -126,10 +126,10 @@ class Missing(Exception):
     """The index lists a file that it does not have."""
 
 
-class Download:
+class FileDownload:
     """The download of one file, for everybody who waits for it. Each `join` needs one `leave`."""
 
-    def __init__(self, cache: PackageCache, fetch: IndexClient, name: str, wanted: Wanted, permit: Permit):
+    def __init__(self, cache: PackageCache, fetch: IndexClient, name: str, wanted: IndexedFile, permit: SharedPermit):
         self._cache, self._fetch, self._name, self._wanted, self._permit = cache, fetch, name, wanted, permit
         self._changed = asyncio.Event()
         self._descriptor = -1
@@ -252,7 +252,7 @@ class Download:
             draft.drop()
             raise
 
-    async def _at_hand(self, draft: Draft) -> bool:
+    async def _at_hand(self, draft: CacheDraft) -> bool:
         if self._wanted.at_hand is None:
             return False
         data = await asyncio.to_thread(self._wanted.at_hand)
@@ -263,7 +263,7 @@ class Download:
         await self._finish(draft)
         return True
 
-    async def _finish(self, draft: Draft) -> None:
+    async def _finish(self, draft: CacheDraft) -> None:
         await run_to_end(partial(self._cache.finish, draft, self._name))
         self.written = self.total = draft.size
         self.digest = draft.digest
@@ -285,7 +285,7 @@ class Download:
             self._descriptor = -1
 
 
-def _write(draft: Draft, checked: hashlib._Hash | None, chunk: bytes) -> None:
+def _write(draft: CacheDraft, checked: hashlib._Hash | None, chunk: bytes) -> None:
     draft.write(chunk)
     if checked is not None:
         checked.update(chunk)
@@ -296,7 +296,7 @@ def _close_file(kept: OpenFile | None) -> None:
         os.close(kept.descriptor)
 
 
-def _close_draft(draft: Draft) -> None:
+def _close_draft(draft: CacheDraft) -> None:
     draft.drop()
     os.close(draft.descriptor)
 
@@ -310,25 +310,25 @@ class Downloads:
     def __init__(self, cache: PackageCache, fetch: IndexClient):
         self._cache, self._fetch = cache, fetch
         # By index too: only those who chose a slow or wrong index wait for it.
-        self._running: dict[_Flight, Download] = {}
+        self._running: dict[_Flight, FileDownload] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._limit = FairLimit(MOST_AT_ONCE)
 
-    def join(self, name: str, wanted: Wanted, who: Hashable = None) -> Download:
+    def join(self, name: str, wanted: IndexedFile, who: Hashable = None) -> FileDownload:
         """Return the download of a file, which is started if it is not running; it begins when somebody who waits for
         it gets a permit. The caller calls `leave`.
         """
         flight = (name, wanted.index.url, wanted.index.trusted, wanted.index.cert)
         found = self._running.get(flight)
         if found is None or found.task is None or found.task.done() or found.task.cancelling():
-            found = self._running[flight] = Download(self._cache, self._fetch, name, wanted, self._limit.permit())
+            found = self._running[flight] = FileDownload(self._cache, self._fetch, name, wanted, self._limit.permit())
             task = found.task = asyncio.get_running_loop().create_task(found.run())
             self._tasks.add(task)
             task.add_done_callback(partial(self._ended, flight, found))
         found.join(who)
         return found
 
-    def _ended(self, flight: _Flight, download: Download, task: asyncio.Task[None]) -> None:
+    def _ended(self, flight: _Flight, download: FileDownload, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if self._running.get(flight) is download:
             del self._running[flight]
@@ -339,17 +339,19 @@ class Downloads:
         await cancel(list(self._tasks))
 
 
-class Body:
+class DownloadBody:
     """The bytes of a download as they arrive. `close` leaves the download; the end does so too."""
 
-    def __init__(self, download: Download, size: int, settle: Callable[[], Awaitable[None]], alive: Callable[[], None]):
+    def __init__(
+        self, download: FileDownload, size: int, settle: Callable[[], Awaitable[None]], alive: Callable[[], None]
+    ):
         """`settle` is awaited before the last part and may raise; `alive` is called after each part."""
         self._download, self._size, self._settle, self._alive = download, size, settle, alive
         self._descriptor = download.open()
         self._at = 0
         self._settled = False
 
-    def __aiter__(self) -> Body:
+    def __aiter__(self) -> DownloadBody:
         return self
 
     async def __anext__(self) -> bytes:

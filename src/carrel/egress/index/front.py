@@ -20,25 +20,25 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from urllib.parse import quote, unquote, urlsplit
 
-from carrel.egress.access import Refused
+from carrel.egress.access import AccessRefused
 from carrel.egress.http.answers import PROBLEM, body_of, sentence_of
 from carrel.egress.index import pages
 from carrel.egress.index.cache import PackageCache
-from carrel.egress.index.catalogue import Catalogue, describe, scope
+from carrel.egress.index.catalogue import PageCatalogue, describe, scope
 from carrel.egress.index.client import IndexClient, Unreachable
 from carrel.egress.index.downloads import (
     MOST_METADATA,
-    Body,
-    Download,
+    DownloadBody,
     Downloads,
+    FileDownload,
+    IndexedFile,
     Missing,
-    Wanted,
     Wrong,
     unpacked_size,
     wheel_metadata,
 )
-from carrel.egress.index.pages import BadPage, Link, Page
-from carrel.egress.plan import Index
+from carrel.egress.index.pages import BadPage, Link, ProjectPage
+from carrel.egress.plan import PackageIndex
 from carrel.policy.verdict import Verdict
 from carrel.primitives.cache import Cache
 
@@ -85,7 +85,7 @@ class InstallBudget:
         return most is None or self._others(file) + size <= most
 
     def take(self, file: str, size: int, most: int | None) -> None:
-        """Count a file, once and with its largest known size. Raises `Refused` when it does not fit."""
+        """Count a file, once and with its largest known size. Raises `AccessRefused` when it does not fit."""
         if most is not None and not self.fits(file, size, most):
             raise _too_much(size, self._others(file), most)
         self._files[file] = max(size, self._files.get(file, 0))
@@ -99,10 +99,10 @@ class InstallBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class Packages:
+class AllowedPackages:
     """The packages that one sandbox may install. Names are normalised; `allowed` None allows every package."""
 
-    indexes: tuple[Index, ...]
+    indexes: tuple[PackageIndex, ...]
     """In order: a project of an earlier index is never taken from a later one."""
     blocked: frozenset[str] = frozenset()
     allowed: frozenset[str] | None = None
@@ -111,7 +111,7 @@ class Packages:
     budget: InstallBudget = field(default_factory=InstallBudget)
 
     def check(self, project: str) -> None:
-        """Raise `Refused` when the project may not be installed."""
+        """Raise `AccessRefused` when the project may not be installed."""
         self.check_enabled()
         if project in self.blocked:
             raise _denied(f"the package {project} is blocked for this agent", f"blocked_packages: {project}")
@@ -119,20 +119,20 @@ class Packages:
             raise _denied(f"the package {project} is not among those this agent may install", "allowed_packages")
 
     def check_enabled(self) -> None:
-        """Raise `Refused` when nothing may be installed."""
+        """Raise `AccessRefused` when nothing may be installed."""
         if not self.enabled:
             raise _denied("this agent may not install packages", "enabled: false")
 
 
-def _denied(reason: str, rule: str) -> Refused:
-    return Refused(Verdict("deny", reason, f"package_managers.pip.{rule}", "sources.json"))
+def _denied(reason: str, rule: str) -> AccessRefused:
+    return AccessRefused(Verdict("deny", reason, f"package_managers.pip.{rule}", "sources.json"))
 
 
-def _too_much(size: int, taken: int, most: int) -> Refused:
+def _too_much(size: int, taken: int, most: int) -> AccessRefused:
     before, more, limit = map(_megabytes, (taken, size, most))
     reason = f"this install has taken {before}; {more} more is over the {limit} it may take"
     rule, hint = "package_managers.pip.max_install_size_mb", "install fewer or smaller packages"
-    return Refused(Verdict("deny", reason, rule, "sources.json", hint), code="limit_exceeded")
+    return AccessRefused(Verdict("deny", reason, rule, "sources.json", hint), code="limit_exceeded")
 
 
 def _megabytes(size: int) -> str:
@@ -151,7 +151,7 @@ _TYPES = {"json": pages.JSON_TYPE, "html": pages.HTML_TYPE, "plain": "text/html;
 
 
 @dataclass(slots=True)
-class Answer:
+class IndexAnswer:
     """An HTTP response; `headers` include `content-length`. A body that is not bytes is iterated once; if it raises,
     the connection must be cut. Call `aclose` in any case.
     """
@@ -161,12 +161,12 @@ class Answer:
     body: bytes | AsyncIterator[bytes] = b""
     reason: str = "OK"
     """Plain ASCII, one line."""
-    refused: Refused | None = None
+    refused: AccessRefused | None = None
     """The refusal, for the access log."""
 
     async def aclose(self) -> None:
         """Close the body, whether it was iterated or not."""
-        if isinstance(self.body, Body):
+        if isinstance(self.body, DownloadBody):
             await self.body.aclose()
 
 
@@ -183,13 +183,13 @@ class _Request:
     method: str
     segments: list[str]
     headers: Mapping[str, str]
-    packages: Packages
+    packages: AllowedPackages
     project: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    page: Page
+    page: ProjectPage
     body: bytes
     etag: str
 
@@ -199,33 +199,37 @@ class Front:
 
     def __init__(self, cache: PackageCache, *, fetch: IndexClient, clock: Callable[[], float] = time.time):
         self._cache, self._fetch = cache, fetch
-        self._catalogue = Catalogue(cache, fetch, clock)
+        self._catalogue = PageCatalogue(cache, fetch, clock)
         self._downloads = Downloads(cache, fetch)
         self._written: OrderedDict[tuple[str, str, pages.Form], _Written] = OrderedDict()
         self._sizes: Cache[str, int] = Cache(_MOST_SIZES)
 
-    def decide(self, target: str, packages: Packages) -> Verdict:
+    def decide(self, target: str, packages: AllowedPackages) -> Verdict:
         """Return the verdict on a request by the name of its package, before it is answered."""
         match _segments(target):
             case ["simple", name] | ["simple", name, ""] | ["files", _, name, _, _]:
                 project = pages.project_name(name) if len(target) <= _MOST_TARGET else None
                 try:
                     packages.check_enabled() if project is None else packages.check(project)
-                except Refused as refused:
+                except AccessRefused as refused:
                     return refused.verdict
         return Verdict("allow", "the package index decides")
 
-    async def answer(self, method: str, target: str, headers: Mapping[str, str], packages: Packages) -> Answer:
+    async def answer(
+        self, method: str, target: str, headers: Mapping[str, str], packages: AllowedPackages
+    ) -> IndexAnswer:
         """Answer a request of one sandbox. Header names are in lower case. Never raises."""
         request = _Request(method, [], headers, packages)
         try:
             with packages.budget.asking():
                 answer = await self._route(request, target)
-        except Refused as refused:
+        except AccessRefused as refused:
             answer = _refusal(refused)
         except Exception:
             log.exception("a request to the package index failed")
-            answer = _refusal(Refused("carrel failed to answer this", code="platform_error", status=500, retry=True))
+            answer = _refusal(
+                AccessRefused("carrel failed to answer this", code="platform_error", status=500, retry=True)
+            )
         if method == "HEAD":
             await answer.aclose()
             answer.body = b""
@@ -237,13 +241,13 @@ class Front:
         await self._downloads.aclose()
         await self._fetch.aclose()
 
-    async def _route(self, request: _Request, target: str) -> Answer:
+    async def _route(self, request: _Request, target: str) -> IndexAnswer:
         if request.method not in {"GET", "HEAD"}:
-            refusal = _refusal(Refused("a package index is only read", code="invalid_request", status=405))
+            refusal = _refusal(AccessRefused("a package index is only read", code="invalid_request", status=405))
             refusal.headers.append(("allow", "GET, HEAD"))
             return refusal
         if len(target) > _MOST_TARGET:
-            raise Refused("the path is too long", code="invalid_request", status=414)
+            raise AccessRefused("the path is too long", code="invalid_request", status=414)
         request.segments = _segments(target)
         match request.segments:
             case ["simple"] | ["simple", ""]:
@@ -252,7 +256,7 @@ class Front:
             case ["simple", name] | ["simple", name, ""]:
                 try:
                     return await self._page(request, name)
-                except Refused as refused:
+                except AccessRefused as refused:
                     tool = request.headers.get("user-agent", "").startswith(("pip/", "uv/"))
                     if request.project and tool and refused.status in _SHOWN_AS_VERSION:
                         return _explaining(request.project, refused)
@@ -260,7 +264,7 @@ class Front:
             case ["files", index, project, token, filename]:
                 try:
                     return await self._file(request, index, project, token, filename)
-                except Refused as refused:
+                except AccessRefused as refused:
                     if index == _EXPLAINING and refused.status == HTTPStatus.BAD_GATEWAY:
                         # pip repeats requests that get 502, and then does not show the reason.
                         refused.status = HTTPStatus.FAILED_DEPENDENCY
@@ -269,17 +273,17 @@ class Front:
 
     # --- pages
 
-    async def _page(self, request: _Request, text: str) -> Answer:
+    async def _page(self, request: _Request, text: str) -> IndexAnswer:
         project = self._project(request, text)
         index, page = await self._locate(request.packages, project)
         form = pages.form(request.headers.get("accept", ""))
         body, etag = await self._write(index, page, form)
         common = [("etag", etag), ("vary", "Accept"), ("cache-control", "no-cache")]
         if etag in request.headers.get("if-none-match", ""):
-            return Answer(304, [*common, ("content-length", "0")], reason="Not Modified")
-        return Answer(200, [("content-type", _TYPES[form]), ("content-length", str(len(body))), *common], body)
+            return IndexAnswer(304, [*common, ("content-length", "0")], reason="Not Modified")
+        return IndexAnswer(200, [("content-type", _TYPES[form]), ("content-length", str(len(body))), *common], body)
 
-    async def _write(self, index: Index, page: Page, form: pages.Form) -> tuple[bytes, str]:
+    async def _write(self, index: PackageIndex, page: ProjectPage, form: pages.Form) -> tuple[bytes, str]:
         """Return a page with links to this index, and its tag. Writing long pages takes long, so the last ones are
         cached.
         """
@@ -302,7 +306,9 @@ class Front:
         request.packages.check(project)
         return project
 
-    async def _locate(self, packages: Packages, project: str, asked: str | None = None) -> tuple[Index, Page]:
+    async def _locate(
+        self, packages: AllowedPackages, project: str, asked: str | None = None
+    ) -> tuple[PackageIndex, ProjectPage]:
         """Return the first index that has the project, and its page. An index that fails ends the search: its projects
         must not be taken from a later index. The page of the index `asked` may be old.
         """
@@ -317,7 +323,7 @@ class Front:
 
     # --- files
 
-    async def _file(self, request: _Request, name: str, text: str, token: str, filename: str) -> Answer:
+    async def _file(self, request: _Request, name: str, text: str, token: str, filename: str) -> IndexAnswer:
         project = self._project(request, text)
         plain = filename.removesuffix(".metadata")
         if not _TOKEN.fullmatch(token) or not pages.belongs(plain, project):
@@ -333,12 +339,12 @@ class Front:
             return await self._metadata(request, index, link)
         return await self._content(request, index, link)
 
-    async def _metadata(self, request: _Request, index: Index, link: Link) -> Answer:
+    async def _metadata(self, request: _Request, index: PackageIndex, link: Link) -> IndexAnswer:
         if not link.metadata:
             raise _unknown("the index does not give this file's metadata by itself")
         known = link.metadata if isinstance(link.metadata, str) else None
         path, mark, query = link.url.partition("?")
-        wanted = Wanted(
+        wanted = IndexedFile(
             index,
             f"{path}.metadata{mark}{query}",
             ("sha256", known) if known else None,
@@ -355,7 +361,7 @@ class Front:
             download.leave()
             raise
 
-    def _metadata_at_hand(self, index: Index, link: Link) -> bytes | None:
+    def _metadata_at_hand(self, index: PackageIndex, link: Link) -> bytes | None:
         kept = self._cache.file(_name(index, link))
         if kept is None:
             return None
@@ -364,12 +370,12 @@ class Front:
         finally:
             os.close(kept.descriptor)
 
-    async def _content(self, request: _Request, index: Index, link: Link) -> Answer:
+    async def _content(self, request: _Request, index: PackageIndex, link: Link) -> IndexAnswer:
         name = _name(index, link)
         budget, most = request.packages.budget, request.packages.max_install_bytes
         counted = budget.has(name)
         budget.take(name, link.size or 0, most)
-        wanted = Wanted(index, link.url, link.digest, link.sealed, link.size)
+        wanted = IndexedFile(index, link.url, link.digest, link.sealed, link.size)
         download = self._downloads.join(name, wanted, budget)
 
         async def settle() -> None:
@@ -385,10 +391,10 @@ class Front:
         except BaseException as error:
             if not counted:
                 budget.give_back(name)
-            download.leave(for_good=isinstance(error, Refused))
+            download.leave(for_good=isinstance(error, AccessRefused))
             raise
 
-    async def _installed_size(self, download: Download, link: Link) -> int:
+    async def _installed_size(self, download: FileDownload, link: Link) -> int:
         """Return the installed size of a file: for a wheel that of its content, else its own."""
         size = download.known_size
         if not link.filename.endswith(".whl") or download.digest is None:
@@ -397,7 +403,7 @@ class Front:
         if found is None:
             found = await asyncio.to_thread(_unpacked, download)
             if found is None:
-                raise Refused("the wheel's directory is too long to be read", code="limit_exceeded")
+                raise AccessRefused("the wheel's directory is too long to be read", code="limit_exceeded")
             self._sizes.put(download.digest, found)
         return found
 
@@ -406,7 +412,7 @@ def _segments(target: str) -> list[str]:
     return [unquote(each) for each in target.partition("?")[0].split("/")[1:]]
 
 
-async def _arrival(download: Download, fits: Callable[[], bool]) -> None:
+async def _arrival(download: FileDownload, fits: Callable[[], bool]) -> None:
     """Wait until the file is complete, or until its size is known and the client would lose patience, or until it is
     known not to fit.
     """
@@ -417,7 +423,7 @@ async def _arrival(download: Download, fits: Callable[[], bool]) -> None:
         await download.until(lambda: download.done or download.total is not None or not fits())
 
 
-def _unpacked(download: Download) -> int | None:
+def _unpacked(download: FileDownload) -> int | None:
     descriptor = download.open()
     try:
         return unpacked_size(descriptor)
@@ -425,7 +431,9 @@ def _unpacked(download: Download) -> int | None:
         os.close(descriptor)
 
 
-def _stream(download: Download, kind: str, settle: Callable[[], Awaitable[None]], alive: Callable[[], None]) -> Answer:
+def _stream(
+    download: FileDownload, kind: str, settle: Callable[[], Awaitable[None]], alive: Callable[[], None]
+) -> IndexAnswer:
     """Return a response with the bytes of a download. Closing it leaves the download."""
     size = download.known_size
     headers = [
@@ -434,7 +442,7 @@ def _stream(download: Download, kind: str, settle: Callable[[], Awaitable[None]]
         ("cache-control", "max-age=31536000, immutable"),
         ("accept-ranges", "none"),
     ]
-    return Answer(200, headers, Body(download, size, settle, alive))
+    return IndexAnswer(200, headers, DownloadBody(download, size, settle, alive))
 
 
 async def _nothing() -> None:
@@ -445,7 +453,7 @@ def _ignore() -> None:
     pass
 
 
-def _name(index: Index, link: Link, part: str | None = None) -> str:
+def _name(index: PackageIndex, link: Link, part: str | None = None) -> str:
     """Return the cache key of a file. Files are shared between indexes by content only if the index is open to
     everybody.
     """
@@ -455,11 +463,11 @@ def _name(index: Index, link: Link, part: str | None = None) -> str:
     return scope(index, "file", link.token, link.url if "sha256" not in link.hashes else None, part)
 
 
-def _place(index: Index, project: str, link: Link) -> str:
+def _place(index: PackageIndex, project: str, link: Link) -> str:
     return f"/files/{quote(index.name, safe='')}/{project}/{link.token}/{quote(link.filename)}"
 
 
-def _root(packages: Packages) -> Answer:
+def _root(packages: AllowedPackages) -> IndexAnswer:
     """Return a page for people; tools ask for projects by name."""
     lines = [f"<li>{html.escape(describe(index))}</li>" for index in packages.indexes]
     body = (
@@ -467,28 +475,30 @@ def _root(packages: Packages) -> Answer:
         "<p>Ask for a package by name: <code>/simple/NAME/</code>. They come from, in this order:</p>"
         f"<ol>{''.join(lines)}</ol></body></html>"
     ).encode()
-    return Answer(200, [("content-type", _TYPES["plain"]), ("content-length", str(len(body)))], body)
+    return IndexAnswer(200, [("content-type", _TYPES["plain"]), ("content-length", str(len(body)))], body)
 
 
-def _explaining(project: str, refused: Refused) -> Answer:
+def _explaining(project: str, refused: AccessRefused) -> IndexAnswer:
     """Return a page with one file that cannot be downloaded: `pip` and `uv` show the reason or at least the version."""
     link = Link(f"{project}-0+{_SHOWN_AS_VERSION[refused.status]}.tar.gz", "")
     place = f"/files/{_EXPLAINING}/{project}/x{'0' * 64}/{quote(link.filename)}"
-    body = pages.write_html(Page(project, (link,)), lambda _link: place)
+    body = pages.write_html(ProjectPage(project, (link,)), lambda _link: place)
     headers = [("content-type", _TYPES["plain"]), ("content-length", str(len(body))), ("cache-control", "no-store")]
-    return Answer(200, headers, body, refused=refused)
+    return IndexAnswer(200, headers, body, refused=refused)
 
 
-def _unknown(reason: str, hint: str | None = None) -> Refused:
-    return Refused(reason, code="not_found", status=404, hint=hint)
+def _unknown(reason: str, hint: str | None = None) -> AccessRefused:
+    return AccessRefused(reason, code="not_found", status=404, hint=hint)
 
 
-def _failed(index: Index, error: Exception) -> Refused:
-    return Refused(f"the package index {index.name} failed: {error}", code="index_unavailable", status=502, retry=True)
+def _failed(index: PackageIndex, error: Exception) -> AccessRefused:
+    return AccessRefused(
+        f"the package index {index.name} failed: {error}", code="index_unavailable", status=502, retry=True
+    )
 
 
 @contextmanager
-def _failures(index: Index) -> Iterator[None]:
+def _failures(index: PackageIndex) -> Iterator[None]:
     """Turn the errors of a download into refusals."""
     try:
         yield
@@ -497,13 +507,13 @@ def _failures(index: Index) -> Iterator[None]:
     except Unreachable as error:
         raise _failed(index, error) from None
     except Wrong as error:
-        raise Refused(
+        raise AccessRefused(
             f"the package index {index.name} gave a wrong file: {error}", code="index_unavailable", status=502
         ) from None
 
 
-def _refusal(refused: Refused) -> Answer:
+def _refusal(refused: AccessRefused) -> IndexAnswer:
     body = body_of(refused)
     headers = [("content-type", PROBLEM.decode()), ("content-length", str(len(body))), ("cache-control", "no-store")]
     phrase = "".join(each if " " <= each <= "~" else "?" for each in sentence_of(refused))[:300]
-    return Answer(refused.status, headers, body, phrase, refused)
+    return IndexAnswer(refused.status, headers, body, phrase, refused)

@@ -21,7 +21,7 @@ from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 from urllib.request import getproxies_environment
 
-from carrel.egress.plan import HostRegistry, Index
+from carrel.egress.plan import HostRegistry, PackageIndex
 from carrel.errors import InvalidRequest, PlatformError
 
 _NAME = "pip.conf"
@@ -38,11 +38,11 @@ _MOST = 1024 * 1024
 
 def host_index(
     environment: Mapping[str, str] | None = None, *, root: str = "/", prefix: str = sys.prefix
-) -> list[Index]:
+) -> list[PackageIndex]:
     """Return the indexes of the host's `pip`, the extra ones first: these hold the operator's own packages, which a
     package of the same name elsewhere must not replace. Empty when `pip` may use none.
     """
-    options = _Options(os.environ if environment is None else environment, root, prefix)
+    options = _PipOptions(os.environ if environment is None else environment, root, prefix)
     if options.truth("no-index"):
         return []
     extra = (options.get("extra-index-url") or "").split()
@@ -54,7 +54,7 @@ def host_index(
         ("default", main),
     ]
     return [
-        Index(name, _checked(url), _is_trusted(url, trusted), os.path.expanduser(cert) if cert else None)
+        PackageIndex(name, _checked(url), _is_trusted(url, trusted), os.path.expanduser(cert) if cert else None)
         for name, url in named
     ]
 
@@ -63,7 +63,7 @@ def host_proxy(
     environment: Mapping[str, str] | None = None, *, root: str = "/", prefix: str = sys.prefix
 ) -> str | None:
     """Return the proxy of the host's `pip`, or None."""
-    proxy = _Options(os.environ if environment is None else environment, root, prefix).get("proxy")
+    proxy = _PipOptions(os.environ if environment is None else environment, root, prefix).get("proxy")
     if proxy:
         return proxy if "://" in proxy else f"http://{proxy}"
     if environment is None:
@@ -108,7 +108,7 @@ def _default_of(source: str) -> str | None:
     return urljoin(found[2], "simple") if found else None
 
 
-class _Options:
+class _PipOptions:
     """The options of `pip install`: later files override earlier ones, and variables override files."""
 
     def __init__(self, environment: Mapping[str, str], root: str, prefix: str):

@@ -79,7 +79,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
-class Page:
+class ProjectPage:
     """The files of one project on an index."""
 
     project: str
@@ -118,7 +118,7 @@ def belongs(filename: str, project: str) -> bool:
 # --- reading
 
 
-def read(body: bytes, content_type: str, project: str, base: str) -> Page:
+def read(body: bytes, content_type: str, project: str, base: str) -> ProjectPage:
     """Parse the response of an index. `base` is its URL, without user and password."""
     if len(body) > MOST_BYTES:
         raise BadPage(f"the page has more than {MOST_BYTES} bytes")
@@ -130,7 +130,7 @@ def read(body: bytes, content_type: str, project: str, base: str) -> Page:
     raise BadPage(f"the page is of type '{kind[:80]}'")
 
 
-def read_json(body: bytes, project: str, base: str = "") -> Page:
+def read_json(body: bytes, project: str, base: str = "") -> ProjectPage:
     """Parse a JSON page, of an index or of `pack`."""
     try:
         value = json.loads(body)
@@ -148,7 +148,7 @@ def read_json(body: bytes, project: str, base: str = "") -> Page:
     versions = None
     if isinstance(listed, list):
         versions = tuple(each for each in listed[:MOST_FILES] if isinstance(each, str) and len(each) <= _MOST_NAME)
-    return Page(project, tuple(links), versions)
+    return ProjectPage(project, tuple(links), versions)
 
 
 def _check_version(version: object) -> None:
@@ -208,7 +208,7 @@ def _absolute(base: str, url: str) -> tuple[str, dict[str, str]] | None:
     return whole, _hashes({name: digest.partition("&")[0]})
 
 
-class _Reader(HTMLParser):
+class _LinkCollector(HTMLParser):
     """Collects the links of an HTML page."""
 
     def __init__(self, project: str, base: str):
@@ -261,8 +261,8 @@ class _Reader(HTMLParser):
         )
 
 
-def _read_html(body: bytes, project: str, base: str) -> Page:
-    reader = _Reader(project, base)
+def _read_html(body: bytes, project: str, base: str) -> ProjectPage:
+    reader = _LinkCollector(project, base)
     text = body.decode("utf-8", "replace")
     until = time.monotonic() + _MOST_PARSE_S
     # In slices: the parser rescans input that it cannot parse yet, which is slow when that is long.
@@ -274,7 +274,7 @@ def _read_html(body: bytes, project: str, base: str) -> Page:
         reader.close()
     except AssertionError:  # some versions of the parser raise it for an invalid declaration
         raise BadPage("the page cannot be read as HTML") from None
-    return Page(project, tuple(reader.links))
+    return ProjectPage(project, tuple(reader.links))
 
 
 # --- writing
@@ -283,12 +283,12 @@ Place = Callable[[Link], str]
 """Returns the URL of a file on this index."""
 
 
-def pack(page: Page) -> bytes:
+def pack(page: ProjectPage) -> bytes:
     """Return the page for the cache, with the URLs of the index; `read_json` reads it."""
     return write_json(page, lambda link: link.url)
 
 
-def write_json(page: Page, place: Place) -> bytes:
+def write_json(page: ProjectPage, place: Place) -> bytes:
     """Return the page as JSON."""
     whole = page.versions is not None and all(link.size is not None for link in page.links)
     value: dict[str, object] = {
@@ -316,7 +316,7 @@ def _to_json(link: Link, place: Place) -> dict[str, object]:
     return value
 
 
-def write_html(page: Page, place: Place) -> bytes:
+def write_html(page: ProjectPage, place: Place) -> bytes:
     """Return the page as HTML."""
     lines = [
         "<!DOCTYPE html>",

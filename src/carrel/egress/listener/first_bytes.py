@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
 
-from carrel.egress.access import BadRequest, Refused, Target
+from carrel.egress.access import AccessRefused, BadRequest, Target
 from carrel.egress.outbound.names import of_address, read_host
 
 SOCKS_VERSION = 5
@@ -32,7 +32,7 @@ class SocksRequest:
     size: int
     target: Target | None
     code: int = 0
-    refusal: Refused | None = None
+    refusal: AccessRefused | None = None
 
 
 def read_socks_greeting(data: bytes) -> tuple[int, bool] | None:
@@ -61,7 +61,7 @@ def read_socks_request(data: bytes) -> SocksRequest | None:
     port = int.from_bytes(data[size - 2 : size], "big")
     try:
         return SocksRequest(size, _target(kind, data[4 : size - 2], port))
-    except Refused as refusal:
+    except AccessRefused as refusal:
         return SocksRequest(size, None, _FAILED, refusal)
 
 
@@ -127,7 +127,7 @@ class Hello:
 def read_hello(data: bytes | memoryview) -> Hello | None:
     """Read the hello at the start of the bytes; None when more bytes are needed. Raises `NotTls` or `Malformed`."""
     found = _message(memoryview(data))
-    return None if found is None else _hello(_Reader(found[0]), found[1])
+    return None if found is None else _hello(_ByteReader(found[0]), found[1])
 
 
 def wants_another(data: bytes) -> int | None:
@@ -209,7 +209,7 @@ def _check_head(head: memoryview, *, first: bool) -> None:
         raise Malformed("a record is of no version of TLS")
 
 
-class _Reader:
+class _ByteReader:
     """Reads from the front of bytes. Raises `Malformed` when there are too few."""
 
     def __init__(self, data: bytes):
@@ -226,14 +226,14 @@ class _Reader:
     def number(self, width: int) -> int:
         return int.from_bytes(self.take(width), "big")
 
-    def vector(self, width: int) -> _Reader:
-        return _Reader(self.take(self.number(width)))
+    def vector(self, width: int) -> _ByteReader:
+        return _ByteReader(self.take(self.number(width)))
 
     def __len__(self) -> int:
         return len(self._data) - self._at
 
 
-def _hello(body: _Reader, size: int) -> Hello:
+def _hello(body: _ByteReader, size: int) -> Hello:
     if body.number(2) >> 8 != 3:
         raise Malformed("it is of no version of TLS")
     body.take(32)
@@ -260,7 +260,7 @@ def _hello(body: _Reader, size: int) -> Hello:
     return Hello(name, encrypted, protocols, early, size)
 
 
-def _extensions(body: _Reader) -> Iterator[tuple[int, _Reader]]:
+def _extensions(body: _ByteReader) -> Iterator[tuple[int, _ByteReader]]:
     if not len(body):
         return
     extensions = body.vector(2)
@@ -277,7 +277,7 @@ def _extensions(body: _Reader) -> Iterator[tuple[int, _Reader]]:
         yield kind, extensions.vector(2)
 
 
-def _server_name(content: _Reader) -> str:
+def _server_name(content: _ByteReader) -> str:
     names = content.vector(2)
     if len(content):
         raise Malformed("bytes follow the server's name")
@@ -287,14 +287,14 @@ def _server_name(content: _Reader) -> str:
         raise Malformed("it must hold one server name")
     try:
         target = read_host(text.take(len(text)), 443)
-    except Refused as error:
+    except AccessRefused as error:
         raise Malformed(error.reason) from None
     if target.literal is not None:
         raise Malformed("the server's name is an address")
     return target.host
 
 
-def _protocols(content: _Reader) -> tuple[str, ...]:
+def _protocols(content: _ByteReader) -> tuple[str, ...]:
     names = content.vector(2)
     if len(content) or not len(names):
         raise Malformed("the list of protocols is broken")

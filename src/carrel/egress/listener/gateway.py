@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import Literal
 
-from carrel.egress.access import Access, BadRequest, Refused, Target
+from carrel.egress.access import Access, AccessRefused, BadRequest, Target
 from carrel.egress.copying import copy, tunnel
 from carrel.egress.http import answers, messages
 from carrel.egress.http.relay import Relay, Tunnel
@@ -150,7 +150,7 @@ class Gateway:
     async def _dispatch(self, client: socket.socket) -> None:
         try:
             first: First = await look(client, _first, messages.MOST, HEAD_S)
-        except Refused as refusal:
+        except AccessRefused as refusal:
             self._outbound.refuse(Access(self._outbound.plan.sandbox, "http"), refusal)
             await _send_last(client, answers.refusal(refusal))
             return
@@ -167,7 +167,7 @@ class Gateway:
         access = Access(self._outbound.plan.sandbox, "connect", method="CONNECT")
         try:
             target = _connect_target(head)
-        except Refused as refusal:
+        except AccessRefused as refusal:
             self._outbound.refuse(access, refusal)
             await _send_last(client, answers.refusal(refusal))
             return
@@ -195,14 +195,14 @@ class Gateway:
         by_socks = access.protocol == "socks5"
         try:
             upstream = await self._open(access, target)
-        except Refused as refusal:
+        except AccessRefused as refusal:
             answer = first_bytes.socks_reply(answers.socks_code(refusal)) if by_socks else answers.refusal(refusal)
             await _send_last(client, answer)
             return
         try:
             await send(client, first_bytes.socks_reply(0) if by_socks else answers.CONNECTED)
             await self._forward(client, upstream, access, target)
-        except Refused as refusal:
+        except AccessRefused as refusal:
             self._outbound.close(access, refusal)
             upstream.close()
             await farewell(client)
@@ -216,7 +216,7 @@ class Gateway:
     async def _open(self, access: Access, target: Target) -> socket.socket:
         try:
             return await self._outbound.open(access, target)
-        except (Refused, asyncio.CancelledError):
+        except (AccessRefused, asyncio.CancelledError):
             raise
         except Exception:
             log.exception("sandbox %s: a connection could not be made", self._outbound.plan.sandbox)
@@ -233,7 +233,7 @@ class Gateway:
             greeting = await self._first_bytes(client, target)
             if isinstance(greeting, Hello) and not inspected:
                 await self._forward_hello(client, upstream, target, greeting, outbound.meter(access))
-        except Refused as refusal:
+        except AccessRefused as refusal:
             with suppress(OSError):
                 await send(client, answers.alert(refusal))
             raise
@@ -296,13 +296,13 @@ def _opening(data: bytes) -> Opening | None:
 
 
 def _check(found: Hello, target: Target) -> None:
-    """Raise `Refused` when a hello is not for the target, or does not name one."""
+    """Raise `AccessRefused` when a hello is not for the target, or does not name one."""
     if found.encrypted:
         raise _unnamed(target, "encrypts the name it is for")
     if target.literal is None and found.name is None:
         raise _unnamed(target, "has no name in its TLS hello")
     if found.name != (None if target.literal is not None else target.host):
-        raise Refused(
+        raise AccessRefused(
             f"the tunnel is for {target}, and the TLS inside it is for {found.name}",
             status=421,
             hint="open a tunnel for each host",
@@ -310,7 +310,7 @@ def _check(found: Hello, target: Target) -> None:
 
 
 def _connect_target(head: bytes) -> Target:
-    """Return the target of a CONNECT. Raises `Refused`."""
+    """Return the target of a CONNECT. Raises `AccessRefused`."""
     return _known_target(head) if len(head) <= _SHORT else _read_target(head)
 
 
@@ -327,8 +327,8 @@ def _read_target(head: bytes) -> Target:
 _known_target = lru_cache(1024)(_read_target)
 
 
-def _unnamed(target: Target, what: str) -> Refused:
-    return Refused(
+def _unnamed(target: Target, what: str) -> AccessRefused:
+    return AccessRefused(
         f"the connection to {target} {what}, so its target cannot be checked",
         hint="the operator can name the host in web_access.opaque_domains",
     )

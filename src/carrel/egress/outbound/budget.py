@@ -9,8 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from carrel.egress.access import Access, Refused
-from carrel.egress.outbound.rules import Limits
+from carrel.egress.access import Access, AccessRefused
+from carrel.egress.outbound.rules import EgressLimits
 
 CONNECTIONS = 256
 PER_MINUTE = 6000
@@ -26,7 +26,7 @@ _MINUTE_S = 60.0
 class Budget:
     """The connections and bytes of one sandbox."""
 
-    def __init__(self, limits: Limits, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(self, limits: EgressLimits, *, clock: Callable[[], float] = time.monotonic):
         self._limits = limits
         self._clock = clock
         self._recent: deque[float] = deque()
@@ -46,12 +46,12 @@ class Budget:
         """The limit on new connections, and requests over open ones, in any minute."""
         return PER_MINUTE if self._limits.per_minute is None else self._limits.per_minute
 
-    def change(self, limits: Limits) -> None:
+    def change(self, limits: EgressLimits) -> None:
         """Replace the limits."""
         self._limits = limits
 
     def enter(self) -> None:
-        """Count a connection that opens. Raises `Refused`, and counts nothing, when it is over a limit."""
+        """Count a connection that opens. Raises `AccessRefused`, and counts nothing, when it is over a limit."""
         if self.open >= self.connections:
             raise _exceeded(
                 f"{self.connections} connections are open, and more are not allowed at once",
@@ -62,7 +62,7 @@ class Budget:
         self.open += 1
 
     def count(self) -> None:
-        """Count a connection or request. Raises `Refused` when it is over a limit."""
+        """Count a connection or request. Raises `AccessRefused` when it is over a limit."""
         self._check_bytes()
         now = self._clock()
         _forget(self._recent, now)
@@ -90,7 +90,7 @@ class Budget:
         self.open -= 1
 
     def take(self, sent: int, received: int) -> None:
-        """Count bytes. Raises `Refused` when they are over a limit."""
+        """Count bytes. Raises `AccessRefused` when they are over a limit."""
         self.sent += sent
         self.received += received
         self._check_bytes()
@@ -114,12 +114,12 @@ class Meter:
         self._most = most_received
 
     def sent(self, size: int) -> None:
-        """Count bytes from the sandbox. Raises `Refused`: they must not be forwarded."""
+        """Count bytes from the sandbox. Raises `AccessRefused`: they must not be forwarded."""
         self._access.sent += size
         self._budget.take(size, 0)
 
     def received(self, size: int) -> None:
-        """Count bytes for the sandbox. Raises `Refused`: they must not be forwarded."""
+        """Count bytes for the sandbox. Raises `AccessRefused`: they must not be forwarded."""
         self._access.received += size
         self._budget.take(0, size)
         if self._most is not None and self._access.received > self._most:
@@ -131,8 +131,8 @@ def _forget(moments: deque[float], now: float) -> None:
         moments.popleft()
 
 
-def _exceeded(reason: str, *, hint: str | None = None, retry: bool = False) -> Refused:
-    return Refused(reason, code="limit_exceeded", status=429, hint=hint, retry=retry)
+def _exceeded(reason: str, *, hint: str | None = None, retry: bool = False) -> AccessRefused:
+    return AccessRefused(reason, code="limit_exceeded", status=429, hint=hint, retry=retry)
 
 
 def _megabytes(size: int) -> str:

@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
-from carrel.egress.access import Access, Address, Ask, Dial, Refused, Report, Resolve, Target
+from carrel.egress.access import Access, AccessRecorder, AccessRefused, Address, Ask, Dial, Resolve, Target
 from carrel.egress.http import answers
-from carrel.egress.index.front import Front, InstallBudget, Packages
+from carrel.egress.index.front import AllowedPackages, Front, InstallBudget
 from carrel.egress.outbound.budget import Budget, Meter
-from carrel.egress.outbound.rules import Rules
-from carrel.egress.plan import Index, Plan
+from carrel.egress.outbound.rules import EgressRules
+from carrel.egress.plan import EgressPlan, PackageIndex
 from carrel.isolation.sandbox import WAY_OUT_PORT
 from carrel.policy.rules import addresses
 from carrel.policy.verdict import Verdict
@@ -48,12 +48,12 @@ class Outbound:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: EgressPlan,
         *,
         resolve: Resolve,
         dial: Dial,
         ask: Ask,
-        report: Report,
+        report: AccessRecorder,
         front: Front,
         inspect: Inspect,
         own_port: int = WAY_OUT_PORT,
@@ -78,13 +78,13 @@ class Outbound:
         """Open a connection to the target. The caller owns the non-blocking socket, and calls `close` once it has
         ended.
 
-        Reports the access; a refused one is closed at once. Raises `Refused`. A later policy that denies the target
-        cancels the calling task.
+        Reports the access; a refused one is closed at once. Raises `AccessRefused`. A later policy that denies the
+        target cancels the calling task.
         """
         access.target = target
         try:
             self.budget.enter()
-        except Refused as refusal:
+        except AccessRefused as refusal:
             self.refuse(access, refusal)
             raise
         try:
@@ -104,13 +104,13 @@ class Outbound:
     async def admit_again(self, access: Access, target: Target, before: Access) -> None:
         """Admit another request over the connection that `before` opened to the same target. The request is decided and
         reported by itself, but nothing is looked up or dialled. It counts as a connection, unless `before` still does.
-        Raises `Refused`.
+        Raises `AccessRefused`.
         """
         access.target, access.address, access.upstream = target, before.address, before.upstream
         entering, rules = id(before) not in self._running, self.rules
         try:
             self.budget.enter() if entering else self.budget.count()
-        except Refused as refusal:
+        except AccessRefused as refusal:
             self.refuse(access, refusal)
             raise
         try:
@@ -142,10 +142,10 @@ class Outbound:
             tunnel.verdict = access.verdict
 
     def admit_without_connection(self, access: Access) -> None:
-        """Report an access that was allowed elsewhere and needs no connection. Raises `Refused`."""
+        """Report an access that was allowed elsewhere and needs no connection. Raises `AccessRefused`."""
         try:
             self.budget.count()
-        except Refused as refusal:
+        except AccessRefused as refusal:
             self.refuse(access, refusal)
             raise
         self._report_open(access, entered=False)
@@ -153,7 +153,7 @@ class Outbound:
     def refuse(self, access: Access, error: BaseException) -> None:
         """Report a refused access. `open` and `admit_again` call it themselves."""
         access.result = _code(error)
-        if isinstance(error, Refused):
+        if isinstance(error, AccessRefused):
             if not (access.verdict.denies and access.verdict.reason):
                 access.verdict = error.verdict
             self.refusals.append(f"{access.target or 'a request'}: {answers.sentence_of(error)}")
@@ -164,7 +164,7 @@ class Outbound:
         if unlogged:
             more = f"{access.verdict.reason} (and {unlogged} more refusals before it)"
             access.verdict = replace(access.verdict, reason=more)
-        with suppress(Refused):  # the log is full; this access is refused anyway
+        with suppress(AccessRefused):  # the log is full; this access is refused anyway
             self.report.opened(access)
             self.report.closed(access)
 
@@ -177,7 +177,7 @@ class Outbound:
             self.budget.leave()
         if error is not None and access.result == "ok":
             access.result = _code(error)
-            if isinstance(error, Refused) and error.status in (403, 421, 429):
+            if isinstance(error, AccessRefused) and error.status in (403, 421, 429):
                 access.verdict = error.verdict
         access.ended = time.time()
         self.report.closed(access)
@@ -187,16 +187,18 @@ class Outbound:
         most = None if access.target is None else self.rules.most_received(access.target)
         return Meter(access, self.budget, most)
 
-    def packages(self) -> Packages:
+    def packages(self) -> AllowedPackages:
         """Return what the sandbox may install, and from which indexes."""
         rules = self.rules.packages
         if rules.registries is None:
             indexes = self.plan.indexes
         else:
-            indexes = tuple(Index(each.name, each.url, each.trusted) for each in rules.registries)
-        return Packages(indexes, rules.blocked, rules.allowed, rules.max_install_bytes, rules.enabled, self._installs)
+            indexes = tuple(PackageIndex(each.name, each.url, each.trusted) for each in rules.registries)
+        return AllowedPackages(
+            indexes, rules.blocked, rules.allowed, rules.max_install_bytes, rules.enabled, self._installs
+        )
 
-    def change(self, plan: Plan) -> None:
+    def change(self, plan: EgressPlan) -> None:
         """Replace the plan, and cut the running accesses that the new one denies."""
         before = self.rules
         self.plan, self.rules = plan, _rules(plan)
@@ -210,7 +212,7 @@ class Outbound:
                 running.access.verdict = verdict
                 running.task.cancel()
 
-    def _verdict_now(self, access: Access, before: Rules) -> Verdict:
+    def _verdict_now(self, access: Access, before: EgressRules) -> Verdict:
         """Return the verdict of the current rules on an access that was allowed by the rules `before`."""
         target = access.target
         if target is None:
@@ -238,7 +240,7 @@ class Outbound:
         return verdict
 
     async def _decide(self, access: Access, target: Target) -> Sequence[Address]:
-        """Decide an access, set its verdict, and return the checked addresses to dial. Raises `Refused`."""
+        """Decide an access, set its verdict, and return the checked addresses to dial. Raises `AccessRefused`."""
         rules = self.rules
         verdict = access.verdict = self._verdict(target)
         if not verdict.allows:
@@ -249,7 +251,7 @@ class Outbound:
             self._check_change(access, rules)
             return ()
         if not found:
-            raise Refused(f"{target.host} has no address", code="unreachable", status=502)
+            raise AccessRefused(f"{target.host} has no address", code="unreachable", status=502)
         for address in found:
             if target.port == self._own_port:
                 self._check_own(access, target, address)
@@ -267,16 +269,16 @@ class Outbound:
         return await self._resolve(target.host)
 
     async def _consent(self, access: Access, target: Target, verdict: Verdict) -> None:
-        """Follow a verdict; if it is to ask, follow the verdict of the control plane. Raises `Refused`."""
+        """Follow a verdict; if it is to ask, follow the verdict of the control plane. Raises `AccessRefused`."""
         access.verdict = verdict
         if verdict.asks:
             access.verdict = await self._ask(self.plan.sandbox, target, verdict)
         if not access.verdict.allows:
-            raise Refused(access.verdict)
+            raise AccessRefused(access.verdict)
 
-    def _check_change(self, access: Access, before: Rules, found: Sequence[Address] = ()) -> None:
+    def _check_change(self, access: Access, before: EgressRules, found: Sequence[Address] = ()) -> None:
         """Refuse an access that a newer plan denies, if the plan changed while the access was decided by the rules
-        `before`: `change` cuts only running accesses. Raises `Refused`.
+        `before`: `change` cuts only running accesses. Raises `AccessRefused`.
         """
         if self.rules is before or access.target is None:
             return
@@ -284,7 +286,7 @@ class Outbound:
         for verdict in (self._verdict_now(access, before), *(self._verdict(target, each) for each in found)):
             if verdict.denies:
                 access.verdict = verdict
-                raise Refused(verdict)
+                raise AccessRefused(verdict)
 
     def _check_own(self, access: Access, target: Target, address: Address) -> None:
         """Refuse the proxy's own address: one request could otherwise use up all connections of the sandbox."""
@@ -292,7 +294,7 @@ class Outbound:
         if meant.is_loopback or meant.is_unspecified:
             hint = "connect to loopback directly, without the proxy"
             access.verdict = Verdict("deny", f"{target} is the proxy itself", hint=hint)
-            raise Refused(access.verdict)
+            raise AccessRefused(access.verdict)
 
     def _report_open(self, access: Access, *, entered: bool) -> None:
         try:
@@ -304,11 +306,11 @@ class Outbound:
         self._running[id(access)] = _Running(access, asyncio.current_task(), entered)
 
 
-def _rules(plan: Plan) -> Rules:
-    return Rules(plan.policy(), indexes=plan.indexes, internet=plan.internet, registries=plan.registries)
+def _rules(plan: EgressPlan) -> EgressRules:
+    return EgressRules(plan.policy(), indexes=plan.indexes, internet=plan.internet, registries=plan.registries)
 
 
-def _newly_inspected(target: Target, before: Rules, now: Rules) -> bool:
+def _newly_inspected(target: Target, before: EgressRules, now: EgressRules) -> bool:
     """Whether the responses of a host must be inspected from now on: they could hold a credential."""
     return (now.inspected(target) and not before.inspected(target)) or (
         now.credited(target) and not before.credited(target)
@@ -316,7 +318,7 @@ def _newly_inspected(target: Target, before: Rules, now: Rules) -> bool:
 
 
 def _code(error: BaseException) -> str:
-    if isinstance(error, Refused):
+    if isinstance(error, AccessRefused):
         return error.code
     if isinstance(error, asyncio.CancelledError):
         return "cancelled"

@@ -19,7 +19,7 @@ import dns.name
 import dns.nameserver
 import dns.resolver
 
-from carrel.egress.access import Address, Refused, Resolve
+from carrel.egress.access import AccessRefused, Address, Resolve
 from carrel.egress.outbound.names import read_authority
 from carrel.errors import InvalidRequest
 from carrel.primitives.cache import Cache
@@ -67,7 +67,7 @@ class Resolver:
         self._running: dict[str, asyncio.Task[tuple[Address, ...]]] = {}
 
     async def __call__(self, name: str) -> Sequence[Address]:
-        """Look up a name. Raises `Refused` with status 502, or 504 when there is no answer in time."""
+        """Look up a name. Raises `AccessRefused` with status 502, or 504 when there is no answer in time."""
         addresses = self._known.get(name)
         if addresses is None and (addresses := self._absent.get(name)) is None:
             addresses = await self._once(name)
@@ -152,7 +152,7 @@ def _server(text: str) -> dns.nameserver.Nameserver:
     bare = f"[{text}]" if text.count(":") > 1 and not text.startswith("[") else text
     try:
         target = read_authority(bare, 53)
-    except Refused:
+    except AccessRefused:
         target = None
     if target is None or target.literal is None:
         raise InvalidRequest(f"'{text[:100]}' is not the address of a name server", hint="write 1.1.1.1 or [::1]:5353")
@@ -182,9 +182,9 @@ async def _by_servers(resolver: dns.asyncresolver.Resolver, name: str) -> list[A
     return found
 
 
-def _failed(reason: str, *, status: int = 502) -> Refused:
-    return Refused(reason, code="timed_out" if status == 504 else "unreachable", status=status, retry=True)
+def _failed(reason: str, *, status: int = 502) -> AccessRefused:
+    return AccessRefused(reason, code="timed_out" if status == 504 else "unreachable", status=status, retry=True)
 
 
-def _too_many() -> Refused:
-    return Refused("too many names are being looked up", code="limit_exceeded", status=503, retry=True)
+def _too_many() -> AccessRefused:
+    return AccessRefused("too many names are being looked up", code="limit_exceeded", status=503, retry=True)

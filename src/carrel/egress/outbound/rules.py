@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from carrel.egress.access import Address, Target
-from carrel.egress.plan import HostRegistry, Index
+from carrel.egress.plan import HostRegistry, PackageIndex
 from carrel.policy.documents.sources import PackageManager, Registry, Sources, WebAccess
 from carrel.policy.rules.hosts import Domains, HostPolicy
 from carrel.policy.rules.layers import Policy
@@ -20,7 +20,7 @@ MB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EgressLimits:
     """The limits of all layers, the lowest of each; None if no layer sets one."""
 
     connections: int | None = None
@@ -41,17 +41,17 @@ class PackageRules:
     max_install_bytes: int | None = None
 
 
-class Rules:
+class EgressRules:
     """The rules of one sandbox."""
 
-    limits: Limits
+    limits: EgressLimits
     packages: PackageRules
 
     def __init__(
         self,
         policy: Policy,
         *,
-        indexes: Sequence[Index] = (),
+        indexes: Sequence[PackageIndex] = (),
         internet: bool = False,
         registries: Sequence[HostRegistry] = (),
     ):
@@ -65,8 +65,8 @@ class Rules:
         own = [] if self.packages.registries is not None else [each.url for each in indexes]
         places = [(each.manager, each.host, each.port) for each in registries]
         self._hosts = HostPolicy(policy, indexes=own, internet=internet, registries=places)
-        self._opaque = _Named(each.opaque_domains for each in webs)
-        self._inspected = _Named(each.inspected_domains for each in webs)
+        self._opaque = _DomainLists(each.opaque_domains for each in webs)
+        self._inspected = _DomainLists(each.inspected_domains for each in webs)
         self._credited = frozenset(each.host for web in webs for each in web.credentials)
         clone = policy.limits.max_clone_size_mb
         self._most_cloned = None if clone is None else clone * MB
@@ -101,7 +101,7 @@ class Rules:
         return self._most_cloned
 
 
-class _Named:
+class _DomainLists:
     """Domain lists of several layers. A host must be in all of them."""
 
     def __init__(self, lists: Iterable[Sequence[str] | None]):
@@ -117,8 +117,8 @@ def _least(numbers: Iterable[int | None], unit: int = 1) -> int | None:
     return min((number * unit for number in numbers if number is not None), default=None)
 
 
-def _limits(webs: Sequence[WebAccess]) -> Limits:
-    return Limits(
+def _limits(webs: Sequence[WebAccess]) -> EgressLimits:
+    return EgressLimits(
         _least(each.max_connections for each in webs),
         _least(each.max_connections_per_minute for each in webs),
         _least((each.max_download_mb for each in webs), MB),

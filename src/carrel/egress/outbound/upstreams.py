@@ -19,7 +19,7 @@ from http import HTTPStatus
 from ipaddress import IPv4Address, ip_address
 from urllib.parse import unquote, urlsplit
 
-from carrel.egress.access import Access, Address, Refused, Target
+from carrel.egress.access import Access, AccessRefused, Address, Target
 from carrel.egress.http.messages import MOST, end_of, read_response
 from carrel.egress.plan import Upstream
 from carrel.egress.sockets import IDLE_S, connect, look, send, take
@@ -113,7 +113,7 @@ async def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 async def connect_by_http(connection: socket.socket, proxy: ProxyAddress, host: str, port: int) -> None:
-    """Open a tunnel through an HTTP proxy. Raises `Refused` when it refuses."""
+    """Open a tunnel through an HTTP proxy. Raises `AccessRefused` when it refuses."""
     authority = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     proof = "" if proxy.user is None else f"Proxy-Authorization: {proxy.authorization}\r\n"
     status = await _exchange(connection, f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n{proof}\r\n")
@@ -144,7 +144,7 @@ async def _exchange(connection: socket.socket, request: str) -> int:
                 return status
             if status == HTTPStatus.SWITCHING_PROTOCOLS:
                 raise Failed("its answer makes no sense")
-    except Refused:
+    except AccessRefused:
         raise Failed("it does not answer in HTTP") from None
 
 
@@ -159,7 +159,7 @@ async def greet_by_socks(connection: socket.socket, proxy: ProxyAddress) -> int:
 
 
 async def connect_by_socks(connection: socket.socket, proxy: ProxyAddress, host: str, port: int) -> None:
-    """Open a tunnel through a SOCKS server. Raises `Refused` when it refuses."""
+    """Open a tunnel through a SOCKS server. Raises `AccessRefused` when it refuses."""
     method = await greet_by_socks(connection, proxy)
     if method == 2 and proxy.user is not None:
         user, password = proxy.user.encode(), proxy.password.encode()
@@ -189,8 +189,8 @@ def _socks_address(host: str) -> bytes:
     return (b"\x01" if isinstance(address, IPv4Address) else b"\x04") + address.packed
 
 
-def _refusal(proxy: ProxyAddress, reason: str, *, credentials: bool = False) -> Refused:
-    return Refused(
+def _refusal(proxy: ProxyAddress, reason: str, *, credentials: bool = False) -> AccessRefused:
+    return AccessRefused(
         f"the upstream proxy '{proxy.name}' refused the connection: {reason}",
         code="upstream_refused",
         status=502,
@@ -224,9 +224,9 @@ async def dial_directly(
             async with asyncio.timeout(timeout_s):
                 connected, address = await _race(addresses, target.port)
     except TimeoutError:
-        raise Refused(f"{target} does not answer", code="timed_out", status=504, retry=True) from None
+        raise AccessRefused(f"{target} does not answer", code="timed_out", status=504, retry=True) from None
     except OSError as error:
-        raise Refused(f"{target} cannot be reached: {_words(error)}", code="unreachable", status=502) from None
+        raise AccessRefused(f"{target} cannot be reached: {_words(error)}", code="unreachable", status=502) from None
     access.address = str(address)
     return connected
 
@@ -452,9 +452,11 @@ class Upstreams:
                 unreached.append(f"'{upstream.name}' says {error}")
         if unreached:
             reasons = "; ".join(unreached)
-            raise Refused(f"{target} cannot be reached by upstream proxy: {reasons}", code="unreachable", status=502)
+            raise AccessRefused(
+                f"{target} cannot be reached by upstream proxy: {reasons}", code="unreachable", status=502
+            )
         names = ", ".join(f"'{upstream.name}'" for upstream in self._upstreams)
-        raise Refused(
+        raise AccessRefused(
             f"no upstream proxy works: {names}",
             code="upstream_unavailable",
             status=502,
@@ -490,7 +492,7 @@ class Upstreams:
             if isinstance(error, OSError | Failed):
                 self._health.doubt(upstream)
                 raise Doubtful from None
-            if isinstance(error, Unreached | Refused):
+            if isinstance(error, Unreached | AccessRefused):
                 self._health.worked(upstream)
             raise
         self._health.worked(upstream)

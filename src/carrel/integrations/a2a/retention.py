@@ -24,7 +24,7 @@ EVERY_S = 3600.0
 AT_ONCE = 100
 
 
-class Retention:
+class TaskRetention:
     """Deletes tasks `keep_days` after their end."""
 
     def __init__(self, kept: TaskStore, conversations: Conversations, checkpoints: Checkpoints, *, keep_days: float):

@@ -30,7 +30,7 @@ from carrel.integrations.a2a.executor import AT_ONCE, Executor, Resume
 from carrel.integrations.a2a.handler import Handler
 from carrel.integrations.a2a.inbox import Inbox
 from carrel.integrations.a2a.push import Destinations, Push
-from carrel.integrations.a2a.retention import KEEP_DAYS, Retention
+from carrel.integrations.a2a.retention import KEEP_DAYS, TaskRetention
 from carrel.integrations.a2a.runs import TaskRuns
 from carrel.integrations.a2a.tasks import open_tasks
 from carrel.integrations.http import listen, url_of, uvicorn_config
@@ -120,7 +120,7 @@ async def running(settings: AgentSettings, model: BaseChatModel | None = None) -
         background = await stack.enter_async_context(Background())
         graph = build_graph(model, checkpointer=checkpoints.saver)
         conversations = Conversations(graph, checkpoints)
-        retention = Retention(kept, conversations, checkpoints, keep_days=settings.keep_days)
+        retention = TaskRetention(kept, conversations, checkpoints, keep_days=settings.keep_days)
         background.start(retention.run(), "forget old tasks")
         runs = TaskRuns(graph, conversations, kept, approver=approver, speaks=settings.model != "shell")
         inbox = Inbox(callers, background)

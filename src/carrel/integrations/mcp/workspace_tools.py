@@ -30,7 +30,7 @@ _ENVIRONMENT = {
 }
 
 
-class Nothing(Request):
+class NoParameters(Request):
     """Parameters of a tool that has none."""
 
 
@@ -40,7 +40,7 @@ class Restore(Request):
     snapshot: str = Field(min_length=1, max_length=64, description="The id that snapshot or list_snapshots answered.")
 
 
-class Fork(Request):
+class ForkParameters(Request):
     """Parameters of `fork`."""
 
     context: ContextId = Field(description="The name of the new context: letters, digits, `.`, `_`, `:`, `-`.")
@@ -59,12 +59,12 @@ class AttachEnvironment(Parameters):
     python: PythonVersion | None = Field(default=None, description="Only with requirements: such as 3.12.")
 
 
-async def _snapshot(call: ToolCall, _given: Nothing) -> ToolAnswer:
+async def _snapshot(call: ToolCall, _given: NoParameters) -> ToolAnswer:
     info = await call.do(lambda box: box.snapshot())
     return ToolAnswer(f"Took snapshot {info.id}.", _picture(info))
 
 
-async def _snapshots(call: ToolCall, _given: Nothing) -> ToolAnswer:
+async def _snapshots(call: ToolCall, _given: NoParameters) -> ToolAnswer:
     found = [each for each in await call.do(lambda box: box.snapshots()) if each.status == "ready"]
     lines = [f"{each.id}  {each.created_at:%Y-%m-%d %H:%M:%S}  {each.reason}" for each in found[:MOST_SHOWN]]
     value = {"snapshots": [_picture(each) for each in found[:MOST_SHOWN]], "truncated": len(found) > MOST_SHOWN}
@@ -77,7 +77,7 @@ async def _restore(call: ToolCall, given: Restore) -> ToolAnswer:
     return ToolAnswer(f"The workspace has the files of snapshot {given.snapshot} again. What ran was ended.")
 
 
-async def _fork(call: ToolCall, given: Fork) -> ToolAnswer:
+async def _fork(call: ToolCall, given: ForkParameters) -> ToolAnswer:
     twin = await call.do(lambda box: box.fork(given.context, given.snapshot))
     return ToolAnswer(
         f"Context {twin.context_id} has a copy of the files. These tools stay in {call.access.context_id}: "
@@ -86,7 +86,7 @@ async def _fork(call: ToolCall, given: Fork) -> ToolAnswer:
     )
 
 
-async def _environments(call: ToolCall, _given: Nothing) -> ToolAnswer:
+async def _environments(call: ToolCall, _given: NoParameters) -> ToolAnswer:
     mine = await call.do(lambda box: box.envs.list())
     names = {each.name for each in mine}
     # Others are listed by label only: a name would be enough to use one without the check that attaching makes.
@@ -141,7 +141,7 @@ TOOLS: list[Tool[Any]] = [
         title="Take a snapshot",
         description="Take a snapshot of the workspace's files, to come back to with restore_snapshot. Take one before "
         "something that may go wrong; it is quick, and what runs goes on.",
-        parameters=Nothing,
+        parameters=NoParameters,
         run=_snapshot,
         output=_SNAPSHOT,
     ),
@@ -149,7 +149,7 @@ TOOLS: list[Tool[Any]] = [
         name="list_snapshots",
         title="List snapshots",
         description="The snapshots of this workspace, newest first.",
-        parameters=Nothing,
+        parameters=NoParameters,
         run=_snapshots,
         read_only=True,
         output={
@@ -168,10 +168,10 @@ TOOLS: list[Tool[Any]] = [
     ),
     Tool(
         name="fork",
-        title="Fork the workspace",
+        title="ForkParameters the workspace",
         description="Make a new context with a copy of the files, now or of a snapshot, for another agent or another "
         "try. These tools stay in the workspace they are in.",
-        parameters=Fork,
+        parameters=ForkParameters,
         run=_fork,
         output={"context": {"type": "string"}, "from": {"type": "string"}},
     ),
@@ -179,7 +179,7 @@ TOOLS: list[Tool[Any]] = [
         name="list_environments",
         title="List environments",
         description="The Python environments this sandbox has, and others with a label that can be attached.",
-        parameters=Nothing,
+        parameters=NoParameters,
         run=_environments,
         read_only=True,
         output={"attached": _ENVIRONMENTS, "others": _ENVIRONMENTS},

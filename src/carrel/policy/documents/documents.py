@@ -13,7 +13,7 @@ from carrel.errors import InvalidRequest, UnknownSetting
 MAX_DOCUMENT = 4 * 1024 * 1024
 
 
-class Part(BaseModel):
+class DocumentPart(BaseModel):
     """A part of a policy document. Unknown keys are errors; keys that begin with `_comment` are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
@@ -26,7 +26,7 @@ class Part(BaseModel):
         return value
 
 
-Model = TypeVar("Model", bound=Part)
+Model = TypeVar("Model", bound=DocumentPart)
 
 
 def load(text: str | bytes, model: type[Model], source: str) -> Model:

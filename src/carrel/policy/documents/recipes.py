@@ -11,12 +11,12 @@ from pydantic import ConfigDict, Field
 from carrel.errors import InvalidRequest
 from carrel.models import EnvName, Limits, Network, NoNul
 from carrel.models.environments import ModuleName, PythonVersion, Requirement
-from carrel.policy.documents.documents import MAX_DOCUMENT, Part, build
+from carrel.policy.documents.documents import MAX_DOCUMENT, DocumentPart, build
 
 NAME = "template.toml"
 
 
-class Recipe(Part):
+class Recipe(DocumentPart):
     """The content of `template.toml`. Every key is optional."""
 
     model_config = ConfigDict(strict=False)

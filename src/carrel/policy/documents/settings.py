@@ -6,14 +6,14 @@ from pydantic import Field, field_validator
 
 from carrel.models.base import MAX_PATH
 from carrel.policy.documents import documents
-from carrel.policy.documents.documents import Part
+from carrel.policy.documents.documents import DocumentPart
 
 NAME = "settings.json"
 MOST_RULES = 100_000
 MAX_RULE = 4096
 
 
-class Permissions(Part):
+class Permissions(DocumentPart):
     """The two lists of rules."""
 
     allow: tuple[str, ...] = Field(
@@ -35,7 +35,7 @@ class Permissions(Part):
         return rules
 
 
-class Settings(Part):
+class SettingsDocument(DocumentPart, title="Settings"):
     """A settings document."""
 
     context_workspace: str = Field(
@@ -54,6 +54,6 @@ class Settings(Part):
         return value
 
 
-def load(text: str | bytes, source: str = NAME) -> Settings:
+def load(text: str | bytes, source: str = NAME) -> SettingsDocument:
     """Read a settings document. `Policy.of` parses the rules."""
-    return documents.load(text, Settings, source)
+    return documents.load(text, SettingsDocument, source)

@@ -9,12 +9,12 @@ from typing import Annotated
 from pydantic import Field, field_validator
 
 from carrel.policy.documents import documents
-from carrel.policy.documents.documents import Part
+from carrel.policy.documents.documents import DocumentPart
 
 NAME = "sources.json"
 
 
-class Registry(Part):
+class Registry(DocumentPart):
     """A package index."""
 
     name: str = Field(min_length=1, max_length=128, description="its name")
@@ -29,7 +29,7 @@ class Registry(Part):
         return value
 
 
-class PackageManager(Part):
+class PackageManager(DocumentPart):
     """One package manager."""
 
     enabled: bool = Field(default=True, description="whether it may be used at all")
@@ -49,7 +49,7 @@ class PackageManager(Part):
         return bool(self.blocked_packages) or any(each is not None for each in limits)
 
 
-class PackageManagers(Part):
+class PackageManagers(DocumentPart):
     """Package managers by name. An install with one that is not named asks."""
 
     pip: PackageManager | None = Field(default=None, description="pip, pipx, poetry, pipenv, pdm, hatch, easy_install")
@@ -66,7 +66,7 @@ class PackageManagers(Part):
         return {name: each for name in type(self).model_fields if (each := getattr(self, name)) is not None}
 
 
-class Credential(Part):
+class Credential(DocumentPart):
     """A header that the egress proxy adds to requests to one host, so that its value is never in the sandbox."""
 
     host: str = Field(min_length=1, max_length=253, description="the host, exactly")
@@ -97,7 +97,7 @@ class Credential(Part):
         return value.lower()
 
 
-class WebAccess(Part):
+class WebAccess(DocumentPart):
     """Domains. Admission decides by them, and the egress proxy enforces them on connections."""
 
     enabled: bool = Field(default=True, description="whether connections to domains are allowed at all")
@@ -151,7 +151,7 @@ class WebAccess(Part):
         return value
 
 
-class Git(Part):
+class Git(DocumentPart):
     """Git remotes."""
 
     enabled: bool = Field(default=True, description="whether remotes are allowed at all")
@@ -161,7 +161,7 @@ class Git(Part):
     max_clone_size_mb: int | None = Field(default=None, ge=1, description="largest size of one clone")
 
 
-class Runtime(Part):
+class Runtime(DocumentPart):
     """Languages and limits."""
 
     languages: tuple[str, ...] | None = Field(
@@ -174,7 +174,7 @@ class Runtime(Part):
     max_memory_mb: int | None = Field(default=None, ge=1, description="most memory that a sandbox may use")
 
 
-class Sources(Part):
+class Sources(DocumentPart):
     """A sources document."""
 
     agent_type: str | None = Field(
@@ -187,7 +187,7 @@ class Sources(Part):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LowestLimits:
     """The smallest number of all layers for each limit; None if no layer has the limit."""
 
     max_execution_time_seconds: int | None = None
@@ -196,14 +196,14 @@ class Limits:
     max_clone_size_mb: int | None = None
 
 
-def limits(*sources: Sources) -> Limits:
+def limits(*sources: Sources) -> LowestLimits:
     """Return the smallest limits of these documents."""
 
     def least(*numbers: int | None) -> int | None:
         return min((number for number in numbers if number is not None), default=None)
 
     managers = [each.package_managers for each in sources]
-    return Limits(
+    return LowestLimits(
         least(*(each.runtime.max_execution_time_seconds for each in sources)),
         least(*(each.runtime.max_memory_mb for each in sources)),
         least(*(part.max_install_size_mb for each in managers for part in (each.pip, each.uv) if part)),

@@ -29,8 +29,8 @@ from carrel.policy.shell import (
     changes_what_runs,
     size_of,
 )
-from carrel.policy.shell.finder import Command, FileUse, HostUse, find, normal
-from carrel.policy.verdict import ALLOWED, Decision, Part, Verdict, strictest
+from carrel.policy.shell.finder import FileUse, FoundCommand, HostUse, find, normal
+from carrel.policy.verdict import ALLOWED, Decision, Verdict, VerdictPart, strictest
 
 Operation = Literal["read", "write", "delete"]
 
@@ -75,7 +75,7 @@ def decide_shell(
     reading = None if read_file is None else packages.limited_reader(read_file)
     budget = StepBudget(size_of(command), spare=SPARE_STEPS + STEPS_PER_RULE * policy.size)
     shown = command if isinstance(command, str) else " ".join(command)
-    parts: list[Part] = []
+    parts: list[VerdictPart] = []
     try:
         parts += (_command(policy, each, reading, budget) for each in found.commands)
         parts += (_file_use(policy, each, budget) for each in found.files)
@@ -84,9 +84,9 @@ def decide_shell(
             parts += (_host_use(policy, each, hosts, budget) for each in found.hosts)
     except TooComplex as reason:
         asks = Verdict("ask", f"the command is too complex to decide: {reason}", hint=_ASK_HINT)
-        parts.append(Part("shell", shown[:200], asks))
+        parts.append(VerdictPart("shell", shown[:200], asks))
     if policy.governed:
-        parts += [Part("shell", shown[:200], Verdict("ask", reason, hint=_ASK_HINT)) for reason in found.asks]
+        parts += [VerdictPart("shell", shown[:200], Verdict("ask", reason, hint=_ASK_HINT)) for reason in found.asks]
     return _whole(parts)
 
 
@@ -114,7 +114,9 @@ def decide_tree(policy: Policy, operation: Operation, path: str, *, surely: bool
         if within or not surely:
             reason = f"{rule.text} {'denies' if within else 'may deny'} something in {place[:200]}"
             decision: Decision = "deny" if within else "ask"
-            parts.append(Part("file", f"{operation} {place}", Verdict(decision, reason, rule.text, rule.source, hint)))
+            parts.append(
+                VerdictPart("file", f"{operation} {place}", Verdict(decision, reason, rule.text, rule.source, hint))
+            )
     return _whole(parts)
 
 
@@ -132,7 +134,7 @@ def decide_mcp(policy: Policy, server: str, tool: str) -> Verdict:
     verdict = _by_rules(
         first(policy.deny.mcp(server, tool)), first(policy.allow.mcp(server, tool)), f"the tool {server}:{tool}"
     )
-    return _whole([Part("mcp", f"{server}:{tool}", verdict)])
+    return _whole([VerdictPart("mcp", f"{server}:{tool}", verdict)])
 
 
 def decide_environment(policy: Policy, names: Iterable[str]) -> Verdict:
@@ -142,7 +144,7 @@ def decide_environment(policy: Policy, names: Iterable[str]) -> Verdict:
     hint = "leave it out, or ask a person to approve it"
     return _whole(
         [
-            Part("shell", name, Verdict("ask", f"the variable {name} changes what commands run", hint=hint))
+            VerdictPart("shell", name, Verdict("ask", f"the variable {name} changes what commands run", hint=hint))
             for name in names
             if changes_what_runs(name)
         ]
@@ -152,7 +154,7 @@ def decide_environment(policy: Policy, names: Iterable[str]) -> Verdict:
 # --- parts
 
 
-def _whole(parts: Sequence[Part]) -> Verdict:
+def _whole(parts: Sequence[VerdictPart]) -> Verdict:
     worst = strictest(part.verdict for part in parts)
     return ALLOWED if worst is None else replace(worst, parts=tuple(parts))
 
@@ -165,7 +167,7 @@ def _by_rules(denied: Rule | None, allowed: Rule | None, what: str) -> Verdict:
     return Verdict("ask", f"no rule allows or denies {what}", hint="a person can approve it")
 
 
-def _command(policy: Policy, command: Command, read_file: ReadFile | None, budget: StepBudget) -> Part:
+def _command(policy: Policy, command: FoundCommand, read_file: ReadFile | None, budget: StepBudget) -> VerdictPart:
     argv = command.arguments
     verdicts: list[Verdict] = []
     if policy.governed:
@@ -176,7 +178,7 @@ def _command(policy: Policy, command: Command, read_file: ReadFile | None, budge
         verdicts += remotes.judge(sources.git, argv, name)
         verdicts += _by_languages(sources.runtime, argv, name)
     verdict = strictest(verdicts) or _NO_RULES
-    return Part("shell", command.text[:500], verdict, command.via)
+    return VerdictPart("shell", command.text[:500], verdict, command.via)
 
 
 def _length(sources: Sources) -> int:
@@ -240,37 +242,39 @@ def _by_shell_rules(policy: Policy, argv: tuple[Argument, ...], budget: StepBudg
     return _by_rules(first(denied), first(allowed), name)
 
 
-def _file_use(policy: Policy, use: FileUse, budget: StepBudget) -> Part:
+def _file_use(policy: Policy, use: FileUse, budget: StepBudget) -> VerdictPart:
     text = f"{use.operation} {use.path or use.source}"
     if not policy.governed:
-        return Part("file", text, _NO_RULES)
+        return VerdictPart("file", text, _NO_RULES)
     budget.spend(1 + 8 * (use.path or "").count("/") + policy.size // 8)
     if use.path is None:
         reason = f"the file to {use.operation} is known only at run time: {use.source[:80]}"
-        return Part("file", text, Verdict("ask", reason, hint="write the path in full, or ask a person to approve it"))
+        return VerdictPart(
+            "file", text, Verdict("ask", reason, hint="write the path in full, or ask a person to approve it")
+        )
     return _file(policy, use.operation, use.path)
 
 
-def _file(policy: Policy, operation: Operation, path: str) -> Part:
+def _file(policy: Policy, operation: Operation, path: str) -> VerdictPart:
     if len(path) > MAX_PATH:
         reason = f"the path is longer than {MAX_PATH} characters"
-        return Part("file", f"{operation} {path[:200]}", Verdict("ask", reason, hint="use a shorter path"))
+        return VerdictPart("file", f"{operation} {path[:200]}", Verdict("ask", reason, hint="use a shorter path"))
     denied, allowed = first(policy.deny.file(operation, path)), first(policy.allow.file(operation, path))
     verb = {"read": "reading", "write": "writing", "delete": "deleting"}[operation]
-    return Part("file", f"{operation} {path}", _by_rules(denied, allowed, f"{verb} {path[:200]}"))
+    return VerdictPart("file", f"{operation} {path}", _by_rules(denied, allowed, f"{verb} {path[:200]}"))
 
 
-def _host_use(policy: Policy, use: HostUse, hosts: HostPolicy, budget: StepBudget) -> Part:
+def _host_use(policy: Policy, use: HostUse, hosts: HostPolicy, budget: StepBudget) -> VerdictPart:
     budget.spend(1 + policy.size // 8)
     return _host(policy, hosts, use.host, int(use.port) if use.port.isdecimal() and use.port.isascii() else None)
 
 
-def _host(policy: Policy, hosts: HostPolicy, host: str, port: int | None) -> Part:
+def _host(policy: Policy, hosts: HostPolicy, host: str, port: int | None) -> VerdictPart:
     what = (host if port is None else f"{host}:{port}")[:200]
     if len(host) > LONGEST_HOST:
         reason = f"the name of the host is longer than {LONGEST_HOST} characters"
-        return Part("network", what, Verdict("deny", reason))
+        return VerdictPart("network", what, Verdict("deny", reason))
     verdict = hosts.host(host, port)
     if verdict is None:
         verdict = _by_rules(None, None, f"connecting to {what}") if policy.governed else _NO_RULES
-    return Part("network", what, verdict)
+    return VerdictPart("network", what, verdict)

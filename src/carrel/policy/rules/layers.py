@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 from carrel.errors import InvalidRequest
 from carrel.models import PolicyWarning
-from carrel.policy.documents.settings import Permissions, Settings
-from carrel.policy.documents.sources import Limits, Sources, limits
-from carrel.policy.rules.rules import Index, Rule, match_words, parse
+from carrel.policy.documents.settings import Permissions, SettingsDocument
+from carrel.policy.documents.sources import LowestLimits, Sources, limits
+from carrel.policy.rules.rules import Rule, RuleIndex, match_words, parse
 from carrel.policy.shell import RUNNERS, Argument, Unknown
 
 BUILT_IN = "built-in"
@@ -22,7 +22,7 @@ _OWN_WORDS = (
     "typeset readonly read wait let getopts trap eval type hash shopt command builtin exec jobs times mapfile "
     "readarray echo printf umask"
 )
-DEFAULTS = Settings(permissions=Permissions(allow=tuple(f"shell({word}:*)" for word in _OWN_WORDS.split())))
+DEFAULTS = SettingsDocument(permissions=Permissions(allow=tuple(f"shell({word}:*)" for word in _OWN_WORDS.split())))
 """Builtins of the shell: they start no program, and what `eval`, `exec` and `command` run is decided separately."""
 
 INTERPRETERS = frozenset(
@@ -38,7 +38,7 @@ class Layer:
     """One layer. `name` and `sources_name` are the sources that verdicts name."""
 
     name: str
-    settings: Settings | None = None
+    settings: SettingsDocument | None = None
     sources: Sources | None = None
     sources_name: str = "sources.json"
 
@@ -48,8 +48,8 @@ class Policy:
     """Layers with their rules parsed and indexed. Make one with `Policy.of` or `Policy.open`; it never changes."""
 
     layers: tuple[Layer, ...] = ()
-    allow: Index = field(default_factory=Index)
-    deny: Index = field(default_factory=Index)
+    allow: RuleIndex = field(default_factory=RuleIndex)
+    deny: RuleIndex = field(default_factory=RuleIndex)
     warnings: tuple[PolicyWarning, ...] = ()
     workspace: str | None = None
     governed: bool = False
@@ -73,7 +73,7 @@ class Policy:
         every = (Layer(BUILT_IN, DEFAULTS), *layers) if governed else tuple(layers)
         place = workspace or _workspace(layers, context_id)
         variables = {"CONTEXT_ID": context_id or "", "WORKSPACE": place or ""}
-        allow, deny = Index(), Index()
+        allow, deny = RuleIndex(), RuleIndex()
         allowed: list[Rule] = []
         denied: list[Rule] = []
         for layer in every:
@@ -107,12 +107,12 @@ class Policy:
         return None
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> LowestLimits:
         """The smallest limits of all layers."""
         return limits(*(each for _, each in self.sources))
 
 
-def _lists(settings: Settings) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _lists(settings: SettingsDocument) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return settings.permissions.deny, settings.permissions.allow
 
 
@@ -165,7 +165,7 @@ def _warning(rule: Rule, text: str) -> PolicyWarning:
     return PolicyWarning(source=rule.source, rule=rule.text, text=text)
 
 
-def _warnings(denied: Iterable[Rule], allowed: Iterable[Rule], deny: Index) -> Iterator[PolicyWarning]:
+def _warnings(denied: Iterable[Rule], allowed: Iterable[Rule], deny: RuleIndex) -> Iterator[PolicyWarning]:
     seen: dict[tuple[bool, str], Rule] = {}
     for allows, rule in (*((False, each) for each in denied), *((True, each) for each in allowed)):
         if rule.source == BUILT_IN:
@@ -184,7 +184,7 @@ def _ends_in_star(rule: Rule) -> bool:
     return len(rule.words) > 1 and rule.words[-1].literal is None and rule.words[-1].text == "*"
 
 
-def _of_allowed(rule: Rule, deny: Index) -> Iterable[PolicyWarning]:
+def _of_allowed(rule: Rule, deny: RuleIndex) -> Iterable[PolicyWarning]:
     void = _covered_by(rule, deny)
     if void is not None:
         yield _warning(rule, f"this rule has no effect: {void.source} denies {void.text}")
@@ -205,7 +205,7 @@ def _of_allowed(rule: Rule, deny: Index) -> Iterable[PolicyWarning]:
         yield _warning(rule, "this rule allows every tool of every server")
 
 
-def _covered_by(rule: Rule, deny: Index) -> Rule | None:
+def _covered_by(rule: Rule, deny: RuleIndex) -> Rule | None:
     """Return a deny rule that covers everything that this allow rule allows."""
     if rule.kind == "shell":
         arguments: list[Argument] = [

@@ -292,7 +292,7 @@ def _is_option(argument: Argument) -> bool:
 
 
 @dataclass(slots=True)
-class Index:
+class RuleIndex:
     """The allow rules or the deny rules of a policy, indexed by their fixed words, folders, hosts and servers."""
 
     pairs: dict[tuple[str, str], list[Rule]] = field(default_factory=dict)

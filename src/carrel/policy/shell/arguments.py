@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from carrel.policy.shell.step_budget import StepBudget
-from carrel.policy.shell.syntax import Expansion, Text, Unreadable, Word
+from carrel.policy.shell.syntax import Expansion, LiteralText, Unreadable, Word
 
 MOST_WORDS = 1000
 SPARE_LOOKS, LOOKS = 50_000, 4
@@ -248,8 +248,8 @@ def _sequence(cells: list[_Cell]) -> list[list[_Cell]] | None:
     return [[(char, False) for char in each] for each in texts]
 
 
-def literal(parts: tuple[Text | Expansion, ...]) -> str | None:
+def literal(parts: tuple[LiteralText | Expansion, ...]) -> str | None:
     """The text of these parts; None if one of them is an expansion."""
     if any(isinstance(part, Expansion) for part in parts):
         return None
-    return "".join(part.text for part in parts if isinstance(part, Text))
+    return "".join(part.text for part in parts if isinstance(part, LiteralText))

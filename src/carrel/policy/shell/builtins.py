@@ -1,6 +1,6 @@
 """Builtins of the shell that change what later words mean, or that run text: one function each.
 
-They read the state of the finder through `State` and record there what they find. They decide nothing.
+They read the state of the finder through `FinderState` and record there what they find. They decide nothing.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Protocol
 from carrel.policy.shell.arguments import Argument, Unknown, arguments, joined
 from carrel.policy.shell.commands import DECLARATIONS, after, skeleton
 from carrel.policy.shell.step_budget import StepBudget
-from carrel.policy.shell.syntax import Dialect, Expansion, Facts, Function, Unreadable, Word, may_run
+from carrel.policy.shell.syntax import Dialect, Expansion, Function, TextFacts, Unreadable, Word, may_run
 from carrel.policy.shell.words import NAME
 from carrel.policy.shell.wrappers import SAFE_OPTIONS
 
 
-class State(Protocol):
+class FinderState(Protocol):
     """The part of the finder that builtins read and change."""
 
-    facts: Facts
+    facts: TextFacts
     dialect: Dialect
     functions: dict[str, Function]
     unset: set[str]
@@ -34,7 +34,7 @@ class State(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class BuiltinCall:
     """A call of a builtin: its arguments and the words that they come from."""
 
     name: str
@@ -44,18 +44,18 @@ class Call:
     """The name is written literally, so Bash does not split the values of its assignments."""
 
 
-Builtin = Callable[[Call, State], None]
+Builtin = Callable[[BuiltinCall, FinderState], None]
 
 _READING_OPTION = "an option changes how the shell reads text"
 _FLAGS_OF_SET = frozenset("eufxvnCETbmPh")
 _SAFE_SHOPT = frozenset({"globstar", "dotglob", "nocaseglob", "nocasematch", "inherit_errexit", "checkwinsize"})
 
 
-def _ask(call: Call, state: State, reason: str) -> None:
+def _ask(call: BuiltinCall, state: FinderState, reason: str) -> None:
     state.facts.ask(f"{reason}: {joined((call.name, *call.arguments))[:120]}")
 
 
-def _eval(call: Call, state: State) -> None:
+def _eval(call: BuiltinCall, state: FinderState) -> None:
     words = list(call.arguments)
     if words and words[0] == "--":
         words = words[1:]
@@ -65,7 +65,7 @@ def _eval(call: Call, state: State) -> None:
     state.text(" ".join(str(word) for word in words))
 
 
-def _trap(call: Call, state: State) -> None:
+def _trap(call: BuiltinCall, state: FinderState) -> None:
     words = list(call.arguments)
     if words and words[0] in {"-l", "-p", "-P"}:
         return
@@ -84,12 +84,12 @@ def _asks(reason: str) -> Builtin:
     return lambda call, state: _ask(call, state, reason)
 
 
-def _alias(call: Call, state: State) -> None:
+def _alias(call: BuiltinCall, state: FinderState) -> None:
     if call.arguments and call.arguments != ("-p",):
         _ask(call, state, "an alias changes what later words mean")
 
 
-def _shopt(call: Call, state: State) -> None:
+def _shopt(call: BuiltinCall, state: FinderState) -> None:
     flags = [word for word in call.arguments if isinstance(word, str) and word.startswith("-")]
     names = [word for word in call.arguments if word not in flags]
     if set(flags) <= {"-p", "-q"} and all(isinstance(name, str) for name in names):
@@ -99,7 +99,7 @@ def _shopt(call: Call, state: State) -> None:
     _ask(call, state, _READING_OPTION)
 
 
-def _set(call: Call, state: State) -> None:
+def _set(call: BuiltinCall, state: FinderState) -> None:
     words = list(call.arguments)
     while words:
         word = words.pop(0)
@@ -122,7 +122,7 @@ def _set(call: Call, state: State) -> None:
     positional(words, state.facts)
 
 
-def positional(words: Sequence[Argument], facts: Facts) -> None:
+def positional(words: Sequence[Argument], facts: TextFacts) -> None:
     """Record the positional parameters of a function or a text."""
     for word in words:
         if isinstance(word, Unknown):
@@ -131,17 +131,17 @@ def positional(words: Sequence[Argument], facts: Facts) -> None:
             facts.assign_anything("@", word)
 
 
-def _hash(call: Call, state: State) -> None:
+def _hash(call: BuiltinCall, state: FinderState) -> None:
     if any(isinstance(word, Unknown) or word.startswith("-p") for word in call.arguments):
         _ask(call, state, "hash changes which program a name runs")
 
 
-def _jobs(call: Call, state: State) -> None:
+def _jobs(call: BuiltinCall, state: FinderState) -> None:
     if any(isinstance(word, Unknown) or word.startswith("-x") for word in call.arguments):
         _ask(call, state, "jobs -x runs a command")
 
 
-def _variable(argument: Argument, call: Call, state: State, why: str) -> None:
+def _variable(argument: Argument, call: BuiltinCall, state: FinderState, why: str) -> None:
     """Record that a builtin writes to the variable that an argument names."""
     if isinstance(argument, Unknown) or "[" in argument:
         _ask(call, state, f"the variable that {call.name} writes to is known only at run time")
@@ -149,7 +149,7 @@ def _variable(argument: Argument, call: Call, state: State, why: str) -> None:
         state.facts.assign_anything(argument, why)
 
 
-def _options(call: Call, valued: str) -> tuple[list[tuple[str, Argument]], list[Argument]]:
+def _options(call: BuiltinCall, valued: str) -> tuple[list[tuple[str, Argument]], list[Argument]]:
     """Split the arguments of a builtin into options with their values, and operands."""
     found: list[tuple[str, Argument]] = []
     words = list(call.arguments)
@@ -168,13 +168,13 @@ def _options(call: Call, valued: str) -> tuple[list[tuple[str, Argument]], list[
     return found, words
 
 
-def _read(call: Call, state: State) -> None:
+def _read(call: BuiltinCall, state: FinderState) -> None:
     options, names = _options(call, "adinNptu")
     for name in [*names, *(value for letter, value in options if letter == "a")] or ["REPLY"]:
         _variable(name, call, state, "read")
 
 
-def _printf(call: Call, state: State) -> None:
+def _printf(call: BuiltinCall, state: FinderState) -> None:
     options, _ = _options(call, "v")
     first = call.arguments[0] if call.arguments else ""
     if isinstance(first, Unknown) and (first.count == "any" or first.may_be("-v")) and len(call.arguments) > 1:
@@ -186,12 +186,12 @@ def _printf(call: Call, state: State) -> None:
             _variable(value, call, state, "printf")
 
 
-def _getopts(call: Call, state: State) -> None:
+def _getopts(call: BuiltinCall, state: FinderState) -> None:
     for name in (*call.arguments[1:2], "OPTARG"):
         _variable(name, call, state, "getopts")
 
 
-def _mapfile(call: Call, state: State) -> None:
+def _mapfile(call: BuiltinCall, state: FinderState) -> None:
     options, names = _options(call, "dnOsuCc")
     if any(letter == "C" for letter, _ in options) or any(isinstance(word, Unknown) for word in call.arguments):
         _ask(call, state, "mapfile may run a command for every line")
@@ -199,7 +199,7 @@ def _mapfile(call: Call, state: State) -> None:
         _variable(name, call, state, call.name)
 
 
-def _let(call: Call, state: State) -> None:
+def _let(call: BuiltinCall, state: FinderState) -> None:
     for word in call.words:
         for part in word.parts:
             if isinstance(part, Expansion):
@@ -210,7 +210,7 @@ def _let(call: Call, state: State) -> None:
                 state.facts.evaluate_text(part.text)
 
 
-def _unset(call: Call, state: State) -> None:
+def _unset(call: BuiltinCall, state: FinderState) -> None:
     for word in call.arguments:
         if isinstance(word, Unknown) or "[" in word:
             _ask(call, state, "the name that unset removes is known only at run time")
@@ -220,7 +220,7 @@ def _unset(call: Call, state: State) -> None:
             state.facts.changed[word] += 1
 
 
-def _declare(call: Call, state: State) -> None:
+def _declare(call: BuiltinCall, state: FinderState) -> None:
     for word, argument in zip(call.words, call.arguments, strict=True):
         mark = skeleton(word)
         if isinstance(argument, str) and argument[:1] in {"-", "+"}:
@@ -241,7 +241,7 @@ def _declare(call: Call, state: State) -> None:
             state.facts.changed[found[1]] += 1  # a new variable of that name, without a value
 
 
-def _test(call: Call, state: State) -> None:
+def _test(call: BuiltinCall, state: FinderState) -> None:
     known: Argument | None = None
     for word, argument in zip(call.words, call.arguments, strict=True):
         many = isinstance(argument, Unknown) and argument.count != "one"
@@ -258,17 +258,17 @@ def _test(call: Call, state: State) -> None:
         known = argument
 
 
-def _cd(call: Call, state: State) -> None:
+def _cd(call: BuiltinCall, state: FinderState) -> None:
     words = [word for word in call.arguments if word not in {"-L", "-P", "--", "-e"}]
     target = words[0] if len(words) == 1 else None
     state.enter(None if target == "-" else target)
 
 
-def _pushd(call: Call, state: State) -> None:
+def _pushd(call: BuiltinCall, state: FinderState) -> None:
     state.enter(None)
 
 
-def _wait(call: Call, state: State) -> None:
+def _wait(call: BuiltinCall, state: FinderState) -> None:
     options, _ = _options(call, "p")
     for letter, value in options:
         if letter == "p":

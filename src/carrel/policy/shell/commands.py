@@ -16,13 +16,13 @@ from carrel.policy.shell.syntax import (
     Block,
     Dialect,
     Expansion,
-    Facts,
     Function,
+    LiteralText,
     Node,
     Part,
     Redirect,
     Simple,
-    Text,
+    TextFacts,
     Unreadable,
     Word,
 )
@@ -43,10 +43,10 @@ _BROKEN_DESCRIPTOR = re.compile(r"(?:[0-9]|\\\n)+[<>]|\{(?:[A-Za-z0-9_]|\\\n)+\}
 
 
 def read(
-    text: str, facts: Facts, dialect: Dialect = "bash", *, depth: int = 0, origin: Sequence[int] | None = None
+    text: str, facts: TextFacts, dialect: Dialect = "bash", *, depth: int = 0, origin: Sequence[int] | None = None
 ) -> Block:
     """Read the commands of a text. Raises `Unreadable` where Bash might read it differently."""
-    reader = _Reader(text, facts, dialect, depth=depth, origin=origin)
+    reader = _CommandReader(text, facts, dialect, depth=depth, origin=origin)
     lines: list[int] = []
     nodes = reader.statements(_NO_STOPS, empty=True, lines=lines)
     if reader.char():
@@ -56,7 +56,7 @@ def read(
     return Block(nodes, lines=tuple(lines))
 
 
-class _Reader(WordReader):
+class _CommandReader(WordReader):
     _after_peek = 0
     _substitutions = 0
 
@@ -90,7 +90,7 @@ class _Reader(WordReader):
             self._here_document(redirect)
 
     def _here_document(self, redirect: Redirect) -> None:
-        end = "".join(part.text for part in redirect.target.parts if isinstance(part, Text))
+        end = "".join(part.text for part in redirect.target.parts if isinstance(part, LiteralText))
         quoted = any(part.quoted for part in redirect.target.parts)
         lines: list[str] = []
         while True:
@@ -110,9 +110,9 @@ class _Reader(WordReader):
             lines.append(shown)
         body = "".join(line + "\n" for line in lines)
         if quoted:
-            redirect.body = (Text(body, quoted=True),)
+            redirect.body = (LiteralText(body, quoted=True),)
         else:
-            reader = _Reader(body, self.facts, self.dialect, depth=self.depth + 1, origin=[-1] * len(body))
+            reader = _CommandReader(body, self.facts, self.dialect, depth=self.depth + 1, origin=[-1] * len(body))
             redirect.body = reader.here_text()
 
     def here_text(self) -> tuple[Part, ...]:
@@ -120,7 +120,7 @@ class _Reader(WordReader):
         parts: list[Part] = []
         while char := self.char():
             if char == '"' or (char == "\\" and self.text[self.at + 1 : self.at + 2] == '"'):
-                parts.append(Text(char, quoted=True))
+                parts.append(LiteralText(char, quoted=True))
                 self.at += 1
             else:
                 parts += self.inside_quotes(char)
@@ -183,7 +183,7 @@ class _Reader(WordReader):
             self.at += 1
         if operator in {"<&", ">&"} and self.take("-"):
             # The dash is a complete token: characters that follow it directly are a new word.
-            return Redirect(operator, Word((Text("-", quoted=False),), -1, "-"))
+            return Redirect(operator, Word((LiteralText("-", quoted=False),), -1, "-"))
         target = self.word()
         if target is None:
             raise Unreadable("a redirection without a target")
@@ -494,7 +494,7 @@ class _Reader(WordReader):
                 continue
             if words and words[-1].plain == "=~" and (found := _REGEX.match(self.text, self.at)):
                 self.at = found.end()
-                words.append(Word((Text(found[0], quoted=True),), -1, found[0]))
+                words.append(Word((LiteralText(found[0], quoted=True),), -1, found[0]))
                 self.facts.assign_anything("BASH_REMATCH", "=~")
                 continue
             if char in "()<>":
@@ -629,7 +629,7 @@ class _Reader(WordReader):
 def skeleton(word: Word) -> str:
     """Return the unquoted text of a word, with NUL characters in the place of quoted text and expansions."""
     return "".join(
-        part.text if isinstance(part, Text) and not part.quoted else "\0" * _size(part) for part in word.parts
+        part.text if isinstance(part, LiteralText) and not part.quoted else "\0" * _size(part) for part in word.parts
     )
 
 
@@ -640,8 +640,8 @@ def after(word: Word, length: int) -> Word:
         size = _size(part)
         if length >= size:
             length -= size
-        elif isinstance(part, Text):
-            left.append(Text(part.text[length:], part.quoted))
+        elif isinstance(part, LiteralText):
+            left.append(LiteralText(part.text[length:], part.quoted))
             length = 0
         else:
             left.append(part)
@@ -650,4 +650,4 @@ def after(word: Word, length: int) -> Word:
 
 def _size(part: Part) -> int:
     """The length of a part in a skeleton. Empty quotes count too, because they change what a word means."""
-    return max(1, len(part.text)) if isinstance(part, Text) else 1
+    return max(1, len(part.text)) if isinstance(part, LiteralText) else 1

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Sequence
 
 from carrel.policy.shell.step_budget import MAX_TEXT
-from carrel.policy.shell.syntax import Dialect, Facts, Redirect, Unreadable
+from carrel.policy.shell.syntax import Dialect, Redirect, TextFacts, Unreadable
 
 MAX_DEPTH = 40
 _ENDS = frozenset({"", " ", "\t", "\n"})
@@ -36,7 +36,7 @@ class Cursor:
     """A text and a position in it. `origin` maps each position to one in the text that this text was taken from."""
 
     def __init__(
-        self, text: str, facts: Facts, dialect: Dialect, *, depth: int = 0, origin: Sequence[int] | None = None
+        self, text: str, facts: TextFacts, dialect: Dialect, *, depth: int = 0, origin: Sequence[int] | None = None
     ):
         if depth > MAX_DEPTH:
             raise Unreadable("the text is nested too deeply")

@@ -14,7 +14,7 @@ from typing import Literal
 
 from carrel.policy.shell import commands, cross_check
 from carrel.policy.shell.arguments import Argument, Unknown, joined, literal, shown, value
-from carrel.policy.shell.builtins import BUILTINS, SHELL_WORDS, Call, expanded, positional
+from carrel.policy.shell.builtins import BUILTINS, SHELL_WORDS, BuiltinCall, expanded, positional
 from carrel.policy.shell.cursor import check
 from carrel.policy.shell.step_budget import StepBudget, TooComplex, size_of
 from carrel.policy.shell.syntax import (
@@ -24,12 +24,12 @@ from carrel.policy.shell.syntax import (
     Block,
     Dialect,
     Expansion,
-    Facts,
     Function,
+    LiteralText,
     Node,
     Redirect,
     Simple,
-    Text,
+    TextFacts,
     Unreadable,
     Word,
     may_run,
@@ -48,7 +48,7 @@ _SOCKET = re.compile(r"/dev/(?:tcp|udp)/([^/]+)/([^/]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class FoundCommand:
     """A program or shell builtin that may run. `via` names the programs that run it."""
 
     arguments: tuple[Argument, ...]
@@ -82,7 +82,7 @@ class HostUse:
 class Found:
     """Everything that a text could run or open, and the reasons why a person must decide (`asks`)."""
 
-    commands: tuple[Command, ...]
+    commands: tuple[FoundCommand, ...]
     files: tuple[FileUse, ...]
     hosts: tuple[HostUse, ...]
     asks: tuple[str, ...]
@@ -114,10 +114,10 @@ class _Finder:
     def __init__(
         self, dialect: Dialect, cwd: str | None, budget: StepBudget, unset_anywhere: frozenset[str] = frozenset()
     ):
-        self.facts = Facts(budget)
+        self.facts = TextFacts(budget)
         self._spend = budget.spend
         self.dialect: Dialect = dialect
-        self.commands: list[Command] = []
+        self.commands: list[FoundCommand] = []
         self.files: list[FileUse] = []
         self.hosts: list[HostUse] = []
         self.opaque: list[str] = []
@@ -421,7 +421,7 @@ class _Finder:
         if name in BUILTINS:
             self._note(argv, names)
             words = tuple(word for _, word in pairs[1:])
-            BUILTINS[name](Call(name, argv[1:], words, plain and self.dialect == "bash"), self)
+            BUILTINS[name](BuiltinCall(name, argv[1:], words, plain and self.dialect == "bash"), self)
             return
         self.program(argv, self._via, names, redirects)
 
@@ -463,7 +463,7 @@ class _Finder:
     def _note(self, argv: tuple[Argument, ...], names: tuple[str, ...]) -> None:
         if len(self.commands) >= MOST_COMMANDS:
             raise Unreadable(f"it contains more than {MOST_COMMANDS} commands")
-        self.commands.append(Command(argv, self._via, names))
+        self.commands.append(FoundCommand(argv, self._via, names))
 
     def program(
         self,
@@ -571,7 +571,7 @@ def _is_plain(node: Node, functions: Collection[str]) -> bool:
     if not isinstance(node, Simple) or node.assignments or node.arrays or not node.words:
         return False
     every = [*node.words, *(each.target for each in node.redirects)]
-    texts = all(isinstance(part, Text) for word in every for part in word.parts)
+    texts = all(isinstance(part, LiteralText) for word in every for part in word.parts)
     name = node.words[0].plain
     return texts and name is not None and name not in functions and name not in SHELL_WORDS
 

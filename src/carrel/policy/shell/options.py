@@ -24,7 +24,7 @@ could run or write something.
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
+class ProgramOptions:
     """The options with which a program runs or writes something.
 
     `options` maps names to what they do; names of several letters follow two dashes and may be abbreviated. `valued`
@@ -51,25 +51,27 @@ def _does(does: Does, names: str) -> dict[str, Does]:
 
 
 _GIT_TRANSPORT = _does("text", "upload-pack exec")
-_GIT_SHOWS = Program(_does("file", "output") | _does("asks", "ext-diff"), "GSLOnlU", flags=word_set("ext-diff"))
+_GIT_SHOWS = ProgramOptions(_does("file", "output") | _does("asks", "ext-diff"), "GSLOnlU", flags=word_set("ext-diff"))
 GIT = {
-    "clone": Program(
+    "clone": ProgramOptions(
         _GIT_TRANSPORT | _does("text", "u") | _does("setting", "c config") | _does("asks", "template bundle-uri"),
         "objb",
         word_set("branch origin depth jobs reference filter shallow-since separate-git-dir server-option"),
     ),
-    "fetch": Program(_GIT_TRANSPORT, "jo"),
-    "pull": Program(_GIT_TRANSPORT, "josX"),
-    "ls-remote": Program(_GIT_TRANSPORT, "o"),
-    "push": Program(_does("text", "receive-pack exec"), "o"),
-    "archive": Program(_does("file", "o output") | _does("text", "exec") | _does("asks", "remote")),
-    "rebase": Program(_does("text", "x exec"), "sX"),
-    "difftool": Program(_does("text", "x extcmd"), "t"),
-    "grep": Program(_does("program", "O open-files-in-pager"), "efABCm", flags=word_set("O open-files-in-pager")),
-    "commit": Program(_does("asks", "e edit"), "mFCct", flags=word_set("e edit")),
-    "add": Program(_does("asks", "e edit"), flags=word_set("e edit")),
-    "branch": Program(_does("asks", "edit-description"), "u"),
-    "init": Program(_does("asks", "template"), "b"),
+    "fetch": ProgramOptions(_GIT_TRANSPORT, "jo"),
+    "pull": ProgramOptions(_GIT_TRANSPORT, "josX"),
+    "ls-remote": ProgramOptions(_GIT_TRANSPORT, "o"),
+    "push": ProgramOptions(_does("text", "receive-pack exec"), "o"),
+    "archive": ProgramOptions(_does("file", "o output") | _does("text", "exec") | _does("asks", "remote")),
+    "rebase": ProgramOptions(_does("text", "x exec"), "sX"),
+    "difftool": ProgramOptions(_does("text", "x extcmd"), "t"),
+    "grep": ProgramOptions(
+        _does("program", "O open-files-in-pager"), "efABCm", flags=word_set("O open-files-in-pager")
+    ),
+    "commit": ProgramOptions(_does("asks", "e edit"), "mFCct", flags=word_set("e edit")),
+    "add": ProgramOptions(_does("asks", "e edit"), flags=word_set("e edit")),
+    "branch": ProgramOptions(_does("asks", "edit-description"), "u"),
+    "init": ProgramOptions(_does("asks", "template"), "b"),
     **dict.fromkeys(("log", "diff", "show", "whatchanged", "format-patch", "stash"), _GIT_SHOWS),
 }
 """The commands of git. `_GIT_GLOBAL` has the options before the command."""
@@ -78,66 +80,66 @@ _GIT_ASKS = word_set(
     "fast-import imap-send maintenance p4 svn gui citool web--browse credential remote-ext remote-fd bundle"
 )
 """Commands of git that run programs which a file or a setting names."""
-_GIT_GLOBAL = Program(
+_GIT_GLOBAL = ProgramOptions(
     _does("setting", "c") | _does("asks", "config-env exec-path git-dir work-tree super-prefix"), "C",
     word_set("namespace"),
 )  # fmt: skip
 _COMMANDS = re.compile(r"\+")
-_EDITOR = Program(_does("asks", "c S s u U i w W cmd startuptime"), "tT", asking=_COMMANDS)
+_EDITOR = ProgramOptions(_does("asks", "c S s u U i w W cmd startuptime"), "tT", asking=_COMMANDS)
 
 _FORMAT = re.compile(r"(?!@)(?!.*%output\{).*", re.DOTALL)
 """Formats of `curl --write-out` that neither read nor write a file."""
 
-PROGRAMS: dict[str, Program] = {
-    "sort": Program(
+PROGRAMS: dict[str, ProgramOptions] = {
+    "sort": ProgramOptions(
         _does("file", "o output") | _does("program", "compress-program"),
         "kStT",
         word_set("key field-separator buffer-size temporary-directory parallel batch-size files0-from"),
     ),
-    "shuf": Program(_does("file", "o output"), "in"),
-    "uniq": Program({}, "fsw", word_set("skip-fields skip-chars check-chars"), operand=1),
-    "tee": Program({}, operand=0),
-    "dd": Program({}, operand=0, prefix="of="),
-    "tree": Program(_does("file", "o"), "LPIHT", word_set("filelimit charset timefmt sort")),
-    "sdiff": Program(_does("file", "o output") | _does("program", "diff-program"), "Iw"),
-    "diff3": Program(_does("program", "diff-program"), "L"),
-    "split": Program(_does("text", "filter"), "abClnt"),
-    "iconv": Program(_does("file", "o output"), "ft"),
-    "patch": Program(_does("file", "o output r reject-file"), "pdiFVYBzDg"),
-    "file": Program(_does("asks", "C compile"), "fmeFP", flags=word_set("C compile")),
-    "tar": Program(
+    "shuf": ProgramOptions(_does("file", "o output"), "in"),
+    "uniq": ProgramOptions({}, "fsw", word_set("skip-fields skip-chars check-chars"), operand=1),
+    "tee": ProgramOptions({}, operand=0),
+    "dd": ProgramOptions({}, operand=0, prefix="of="),
+    "tree": ProgramOptions(_does("file", "o"), "LPIHT", word_set("filelimit charset timefmt sort")),
+    "sdiff": ProgramOptions(_does("file", "o output") | _does("program", "diff-program"), "Iw"),
+    "diff3": ProgramOptions(_does("program", "diff-program"), "L"),
+    "split": ProgramOptions(_does("text", "filter"), "abClnt"),
+    "iconv": ProgramOptions(_does("file", "o output"), "ft"),
+    "patch": ProgramOptions(_does("file", "o output r reject-file"), "pdiFVYBzDg"),
+    "file": ProgramOptions(_does("asks", "C compile"), "fmeFP", flags=word_set("C compile")),
+    "tar": ProgramOptions(
         _does("text", "I use-compress-program F info-script new-volume-script to-command rsh-command rmt-command")
         | _does("asks", "checkpoint-action T files-from")
         | _does("file", "index-file g listed-incremental volno-file"),
         "fCXKLNVbH",
         word_set("file directory exclude exclude-from transform xform owner group mode mtime strip-components"),
     ),
-    "zip": Program(_does("text", "TT unzip-command") | _does("file", "O output-file lf logfile-path"), "bntxiP"),
-    "cpio": Program(_does("asks", "rsh-command") | _does("file", "O"), "CEFHIMR"),
-    "rsync": Program(
+    "zip": ProgramOptions(_does("text", "TT unzip-command") | _does("file", "O output-file lf logfile-path"), "bntxiP"),
+    "cpio": ProgramOptions(_does("asks", "rsh-command") | _does("file", "O"), "CEFHIMR"),
+    "rsync": ProgramOptions(
         _does("text", "e rsh rsync-path")
         | _does("file", "log-file write-batch only-write-batch")
         | _does("asks", "M remote-option"),
         "fTB",
         word_set("exclude include files-from exclude-from include-from port bwlimit timeout chmod"),
     ),
-    "ssh": Program(_does("asks", "o F S E P D L R W J I"), "bceilmpQw"),
-    "scp": Program(_does("asks", "o F S D J"), "ciPlX"),
-    "sftp": Program(_does("asks", "o F S D J b"), "BciPlRsX"),
-    "man": Program(
+    "ssh": ProgramOptions(_does("asks", "o F S E P D L R W J I"), "bceilmpQw"),
+    "scp": ProgramOptions(_does("asks", "o F S D J"), "ciPlX"),
+    "sftp": ProgramOptions(_does("asks", "o F S D J b"), "BciPlRsX"),
+    "man": ProgramOptions(
         _does("text", "P pager H html browser") | _does("asks", "C config-file"),
         "LmMSsepErR",
         flags=word_set("H html browser"),
     ),
-    "less": Program(
+    "less": ProgramOptions(
         _does("file", "o log-file O LOG-FILE") | _does("asks", "k lesskey-file T"), "bhjpPtxyz", asking=_COMMANDS
     ),
     **dict.fromkeys(("vi", "vim", "vimdiff", "view", "ex", "nvim", "rvim"), _EDITOR),
-    "rg": Program(_does("program", "pre hostname-bin"), "efgABCjmtTErM", word_set("glob regexp file type")),
-    "ag": Program(_does("program", "pager"), "Gm"),
-    **dict.fromkeys(("fd", "fdfind"), Program(_does("asks", "x exec X exec-batch"), "deEtTSjg")),
-    "fzf": Program(_does("text", "preview bind"), "q"),
-    "curl": Program(
+    "rg": ProgramOptions(_does("program", "pre hostname-bin"), "efgABCjmtTErM", word_set("glob regexp file type")),
+    "ag": ProgramOptions(_does("program", "pager"), "Gm"),
+    **dict.fromkeys(("fd", "fdfind"), ProgramOptions(_does("asks", "x exec X exec-batch"), "deEtTSjg")),
+    "fzf": ProgramOptions(_does("text", "preview bind"), "q"),
+    "curl": ProgramOptions(
         _does("file", "o output D dump-header c cookie-jar trace trace-ascii stderr libcurl etag-save hsts alt-svc")
         | _does("file", "output-dir")
         | _does("asks", "K config O remote-name remote-name-all engine w write-out"),
@@ -146,31 +148,31 @@ PROGRAMS: dict[str, Program] = {
         flags=word_set("O remote-name remote-name-all"),
         plain=dict.fromkeys(("w", "write-out"), _FORMAT),
     ),
-    "wget": Program(
+    "wget": ProgramOptions(
         _does("file", "O output-document o output-file a append-output save-cookies rejected-log warc-file")
         | _does("file", "P directory-prefix")
         | _does("text", "use-askpass")
         | _does("asks", "e execute config i input-file"),
         "tTUABDIXRlQ",
     ),
-    "sqlite3": Program(_does("asks", "cmd init"), asking=re.compile(r"\s*\.")),
-    "pip install": Program(
+    "sqlite3": ProgramOptions(_does("asks", "cmd init"), asking=re.compile(r"\s*\.")),
+    "pip install": ProgramOptions(
         _does("file", "log report") | _does("program", "python"),
         "irtcef",
         word_set("index-url extra-index-url requirement target constraint prefix root src cache-dir find-links"),
     ),
-    "pip list": Program(_does("file", "log") | _does("program", "python"), "if"),
-    "pip config": Program(_does("text", "editor")),
+    "pip list": ProgramOptions(_does("file", "log") | _does("program", "python"), "if"),
+    "pip config": ProgramOptions(_does("text", "editor")),
 }
 """Programs with such options. Git, sed, awk and find are read by functions of their own."""
 PIP = re.compile(r"pip(\d+(\.\d+)*)?")
-_SED = Program(
+_SED = ProgramOptions(
     _does("script", "e expression i in-place") | _does("asks", "f file"),
     "l",
     word_set("line-length"),
     word_set("i in-place"),
 )
-_AWK = Program(
+_AWK = ProgramOptions(
     _does("script", "e source") | _does("asks", "f file i include l load E exec W")
     | _does("file", "d dump-variables p profile o pretty-print"),
     "Fv", word_set("field-separator assign"), word_set("d dump-variables p profile o pretty-print"),
@@ -204,19 +206,19 @@ def effects(name: str, rest: Sequence[Argument]) -> Effects | None:
             name, rest = f"{name} {rest[0]}", rest[1:]
         if name not in PROGRAMS:
             return None
-        _Reader(name, PROGRAMS[name], found).read(_without_old_style(rest) if name == "tar" else rest)
+        _OptionReader(name, PROGRAMS[name], found).read(_without_old_style(rest) if name == "tar" else rest)
     return found if found.texts or found.programs or found.writes or found.asks else None
 
 
-class _Reader:
+class _OptionReader:
     """Reads the options of a program as `getopt_long` does: combined letters, abbreviated names, `--`."""
 
-    def __init__(self, name: str, program: Program, found: Effects):
+    def __init__(self, name: str, program: ProgramOptions, found: Effects):
         self._name = name
         self._program = program
         self._found = found
         self.options: list[tuple[str, Argument]] = []
-        """The options of `Program.options` that were given, with their values, in order."""
+        """The options of `ProgramOptions.options` that were given, with their values, in order."""
 
     def read(self, rest: Sequence[Argument], *, stop: bool = False) -> list[Argument]:
         """Record what the options do and return the operands; with `stop`, everything from the first operand on."""
@@ -338,7 +340,7 @@ def _without_old_style(rest: Sequence[Argument]) -> list[Argument]:
 
 
 def _git(rest: Sequence[Argument], found: Effects) -> None:
-    words = _Reader("git", _GIT_GLOBAL, found).read(rest, stop=True)
+    words = _OptionReader("git", _GIT_GLOBAL, found).read(rest, stop=True)
     if not words or not isinstance(words[0], str):
         if words:
             found.asks.append(f"the command of git is known only at run time: {shown(words[0])[:80]}")
@@ -354,7 +356,7 @@ def _git(rest: Sequence[Argument], found: Effects) -> None:
     elif command == "config":
         _git_config(behind, found)
     elif command in GIT:
-        operands = _Reader(f"git {command}", GIT[command], found).read(behind)
+        operands = _OptionReader(f"git {command}", GIT[command], found).read(behind)
         if any(isinstance(each, str) and re.match(r"(ext|fd)::", each) for each in operands):
             found.asks.append(f"git {command} has a remote that runs a program")
 
@@ -373,7 +375,7 @@ def _git_config(rest: Sequence[Argument], found: Effects) -> None:
 
 
 def _sed(name: str, rest: Sequence[Argument], found: Effects) -> None:
-    reader = _Reader(name, _SED, found)
+    reader = _OptionReader(name, _SED, found)
     operands = reader.read(rest)
     scripts = [value for option, value in reader.options if option in {"e", "expression"}]
     if not scripts and operands and not any(option in {"f", "file"} for option, _ in reader.options):
@@ -390,7 +392,7 @@ def _sed(name: str, rest: Sequence[Argument], found: Effects) -> None:
 
 
 def _awk(name: str, rest: Sequence[Argument], found: Effects) -> None:
-    reader = _Reader(name, _AWK, found)
+    reader = _OptionReader(name, _AWK, found)
     words = reader.read(rest, stop=True)
     programs = [value for option, value in reader.options if option in {"e", "source"}]
     if not programs and not any(option in {"f", "file", "E", "exec"} for option, _ in reader.options):

@@ -23,7 +23,7 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class LiteralText:
     """Literal characters of a word."""
 
     text: str
@@ -45,7 +45,7 @@ class Expansion:
     programs: tuple[Block, ...] = ()
 
 
-Part = Text | Expansion
+Part = LiteralText | Expansion
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Word:
     @property
     def plain(self) -> str | None:
         """The word if it has no quotes and no expansion, as reserved words must be; else None."""
-        if len(self.parts) == 1 and isinstance(self.parts[0], Text) and not self.parts[0].quoted:
+        if len(self.parts) == 1 and isinstance(self.parts[0], LiteralText) and not self.parts[0].quoted:
             return self.parts[0].text
         return None
 
@@ -135,7 +135,7 @@ Node = Simple | Bare | Function | Block
 
 
 @dataclass(slots=True)
-class Facts:
+class TextFacts:
     """Facts collected from the whole text: the values of variables, arithmetic on them, reasons to ask a person.
 
     Arithmetic evaluates the value of a variable as an expression, and a subscript in an expression may hold a command
@@ -235,7 +235,7 @@ def prints_a_number(program: Block) -> bool:
         node = node.nodes[-1]
     if not isinstance(node, Simple) or node.assignments or any(">" in each.operator for each in node.redirects):
         return False
-    words = tuple("".join(part.text for part in word.parts if isinstance(part, Text)) for word in node.words)
+    words = tuple("".join(part.text for part in word.parts if isinstance(part, LiteralText)) for word in node.words)
     if any(isinstance(part, Expansion) for word in node.words for part in word.parts):
         return False
     return words in _COUNTS or (len(words) == 3 and words[:2] == ("grep", "-c") and not words[2].startswith("-"))

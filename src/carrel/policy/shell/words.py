@@ -16,8 +16,8 @@ from carrel.policy.shell.cursor import Cursor
 from carrel.policy.shell.syntax import (
     Block,
     Expansion,
+    LiteralText,
     Part,
-    Text,
     Unreadable,
     Word,
     may_run,
@@ -63,7 +63,7 @@ class WordReader(Cursor, ABC):
 
         def flush() -> None:
             if plain:
-                parts.append(Text("".join(plain), quoted=False))
+                parts.append(LiteralText("".join(plain), quoted=False))
                 plain.clear()
 
         while True:
@@ -78,10 +78,10 @@ class WordReader(Cursor, ABC):
                 break
             if char == "\\":
                 flush()
-                parts.append(Text(self.escaped(), quoted=True))
+                parts.append(LiteralText(self.escaped(), quoted=True))
             elif char == "'":
                 flush()
-                parts.append(Text(self.single_quoted(), quoted=True))
+                parts.append(LiteralText(self.single_quoted(), quoted=True))
             elif char == '"':
                 flush()
                 parts += self._double()
@@ -109,7 +109,7 @@ class WordReader(Cursor, ABC):
     def _double(self) -> list[Part]:
         start = self.at
         self.at += 1
-        parts: list[Part] = [Text("", quoted=True)]  # `""` is a word too
+        parts: list[Part] = [LiteralText("", quoted=True)]  # `""` is a word too
         while True:
             char = self.char()
             if not char:
@@ -126,9 +126,9 @@ class WordReader(Cursor, ABC):
             following = self.text[self.at + 1 : self.at + 2]
             if following and following in '$`"\\':
                 self.at += 2
-                return [Text(following, quoted=True)]
+                return [LiteralText(following, quoted=True)]
             self.at += 1
-            return [Text("\\", quoted=True)]
+            return [LiteralText("\\", quoted=True)]
         if char == "$":
             return self._dollar(quoted=True)
         if char == "`":
@@ -136,7 +136,7 @@ class WordReader(Cursor, ABC):
         run = _QUOTED_RUN.match(self.text, self.at)
         assert run is not None
         self.at = run.end()
-        return [Text(run[0], quoted=True)]
+        return [LiteralText(run[0], quoted=True)]
 
     # --- expansions
 
@@ -158,7 +158,7 @@ class WordReader(Cursor, ABC):
             raise Unreadable("the old arithmetic $[…]")
         if char == "'" and not quoted:
             self.at += 1
-            return [Text(self.ansi_c(), quoted=True)]
+            return [LiteralText(self.ansi_c(), quoted=True)]
         if char == '"' and not quoted:
             self.only_bash('$"…"')
             return self._double()
@@ -172,7 +172,7 @@ class WordReader(Cursor, ABC):
             self.at += 1
             many = char == "@" or (char == "*" and not quoted)
             return [self._made(start, quoted, names=_value_of(char), many=many)]
-        return [Text("$", quoted=quoted)]
+        return [LiteralText("$", quoted=quoted)]
 
     def _made(
         self,
@@ -238,7 +238,7 @@ class WordReader(Cursor, ABC):
         programs: tuple[Block, ...] = ()
         if self.take("["):
             subscript = self._subscript()
-            many = any(isinstance(part, Text) and part.text in {"@", "*"} for part in subscript)
+            many = any(isinstance(part, LiteralText) and part.text in {"@", "*"} for part in subscript)
             programs = programs_of(subscript)
         names: tuple[str, ...] | None = _value_of(name)
         many = many or name in {"@", "*"}
@@ -324,7 +324,7 @@ class WordReader(Cursor, ABC):
                 return parts
             if char in "'{" or (quoted and char in '"\\'):
                 if char == "'" and not quoted:
-                    parts.append(Text(self.single_quoted(), quoted=True))
+                    parts.append(LiteralText(self.single_quoted(), quoted=True))
                     continue
                 raise Unreadable("quotes or braces inside an expansion ${…}")
             if char in "<>" and self.parenthesis_follows():
@@ -332,7 +332,7 @@ class WordReader(Cursor, ABC):
             if char == "\n":
                 self.no_line_end_in(char)
             if char == "\\":
-                parts.append(Text(self.escaped(), quoted=True))
+                parts.append(LiteralText(self.escaped(), quoted=True))
             elif char == '"':
                 parts += self._double()
             elif char == "$":
@@ -341,7 +341,7 @@ class WordReader(Cursor, ABC):
                 parts.append(self._backquote(quoted=quoted))
             else:
                 self.at += 1
-                parts.append(Text(char, quoted=quoted))
+                parts.append(LiteralText(char, quoted=quoted))
 
     def _subscript(self) -> list[Part]:
         """Read a subscript, including the closing bracket. The shell evaluates it as arithmetic."""
@@ -355,7 +355,7 @@ class WordReader(Cursor, ABC):
                 self.at += 1
                 break
             if char == "'":
-                parts.append(Text(self.single_quoted(), quoted=True))
+                parts.append(LiteralText(self.single_quoted(), quoted=True))
             elif char == '"':
                 parts += self._double()
             elif char == "$":
@@ -364,7 +364,7 @@ class WordReader(Cursor, ABC):
                 parts.append(self._backquote(quoted=False))
             else:
                 self.at += 1
-                parts.append(Text(char, quoted=False))
+                parts.append(LiteralText(char, quoted=False))
         self.evaluate_parts(merged(parts), self.text[start : self.at - 1])
         return list(merged(parts))
 
@@ -373,7 +373,7 @@ class WordReader(Cursor, ABC):
     def evaluate_parts(self, parts: Sequence[Part], source: str) -> None:
         """Record what arithmetic on these parts evaluates."""
         for part in parts:
-            if isinstance(part, Text):
+            if isinstance(part, LiteralText):
                 if may_run(part.text):
                     self.facts.ask(f"arithmetic on text that contains a command: {source[:80]}")
                 self.facts.evaluate_text(part.text)
@@ -401,7 +401,7 @@ class WordReader(Cursor, ABC):
             if char in {"$", "`"}:
                 before = plain[-1] if plain else ""
                 for part in self._dollar(quoted=True) if char == "$" else [self._backquote(quoted=True)]:
-                    if isinstance(part, Text) or before.isalnum() or before == "_":
+                    if isinstance(part, LiteralText) or before.isalnum() or before == "_":
                         raise Unreadable(_BAD_ARITHMETIC)
                     self.facts.evaluate(part.names, part.source)
                     programs += part.programs
@@ -430,11 +430,11 @@ class WordReader(Cursor, ABC):
 def merged(parts: Sequence[Part]) -> tuple[Part, ...]:
     """Join neighbouring texts that are both quoted or both unquoted."""
     made: list[Part] = []
-    for quoted, alike in groupby(parts, key=lambda part: part.quoted if isinstance(part, Text) else None):
+    for quoted, alike in groupby(parts, key=lambda part: part.quoted if isinstance(part, LiteralText) else None):
         if quoted is None:
             made += alike
         else:
-            made.append(Text("".join(part.text for part in alike if isinstance(part, Text)), quoted))
+            made.append(LiteralText("".join(part.text for part in alike if isinstance(part, LiteralText)), quoted))
     return tuple(made)
 
 
@@ -455,7 +455,7 @@ def _value_of(name: str) -> tuple[str, ...] | None:
 def _joined_names(names: tuple[str, ...] | None, parts: Sequence[Part]) -> tuple[str, ...] | None:
     found: list[str] = list(names or ())
     for part in parts:
-        if isinstance(part, Text):
+        if isinstance(part, LiteralText):
             if may_run(part.text):
                 return None
         elif part.names is None:

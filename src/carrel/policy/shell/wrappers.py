@@ -42,7 +42,7 @@ class Wrapped:
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
+class _WrapperOptions:
     """The options of a wrapper before the program that it runs: letters and names, without and with a value."""
 
     flags: str = ""
@@ -58,46 +58,48 @@ class _NotKnown(Exception):
     """The commands of a wrapper are unknown; the message is the reason to ask."""
 
 
-_PLAIN = _Options()
-_TABLE: dict[str, _Options] = {
-    "nice": _Options(valued="n", valued_names=word_set("adjustment"), numbers=True),
+_PLAIN = _WrapperOptions()
+_TABLE: dict[str, _WrapperOptions] = {
+    "nice": _WrapperOptions(valued="n", valued_names=word_set("adjustment"), numbers=True),
     "nohup": _PLAIN,
-    "setsid": _Options("cfw", names=word_set("ctty fork wait")),
-    "stdbuf": _Options(valued="ioe", valued_names=word_set("input output error")),
-    "timeout": _Options(
+    "setsid": _WrapperOptions("cfw", names=word_set("ctty fork wait")),
+    "stdbuf": _WrapperOptions(valued="ioe", valued_names=word_set("input output error")),
+    "timeout": _WrapperOptions(
         "v", "ks", word_set("foreground preserve-status verbose"), word_set("kill-after signal"), operands=1
     ),
-    "time": _Options("apqv", "fo", word_set("append portability quiet verbose"), word_set("format output")),
-    "ionice": _Options("t", "cn", word_set("ignore"), word_set("class classdata")),
-    "taskset": _Options("ac", names=word_set("all-tasks cpu-list"), operands=1),
-    "chrt": _Options("abfiorRv", "TPD", operands=1),
-    "chroot": _Options(names=word_set("skip-chdir"), valued_names=word_set("userspec groups"), operands=1),
-    "unshare": _Options("muinpUCTrcf", "RwSG", word_set("mount uts ipc net pid user cgroup time fork map-root-user")),
-    "sudo": _Options(
+    "time": _WrapperOptions("apqv", "fo", word_set("append portability quiet verbose"), word_set("format output")),
+    "ionice": _WrapperOptions("t", "cn", word_set("ignore"), word_set("class classdata")),
+    "taskset": _WrapperOptions("ac", names=word_set("all-tasks cpu-list"), operands=1),
+    "chrt": _WrapperOptions("abfiorRv", "TPD", operands=1),
+    "chroot": _WrapperOptions(names=word_set("skip-chdir"), valued_names=word_set("userspec groups"), operands=1),
+    "unshare": _WrapperOptions(
+        "muinpUCTrcf", "RwSG", word_set("mount uts ipc net pid user cgroup time fork map-root-user")
+    ),
+    "sudo": _WrapperOptions(
         "AbEHknPS", "ugpCDRTrth", word_set("askpass background preserve-env set-home non-interactive"),
         word_set("user group prompt chdir"), assignments=True,
     ),
-    "doas": _Options("n", "u"),
-    "strace": _Options("fFtTvVxqhirykzcCdDnY", "eoOPsSauEIXb", word_set("follow-forks summary-only")),
-    "flock": _Options(
+    "doas": _WrapperOptions("n", "u"),
+    "strace": _WrapperOptions("fFtTvVxqhirykzcCdDnY", "eoOPsSauEIXb", word_set("follow-forks summary-only")),
+    "flock": _WrapperOptions(
         "sxneuoF", "wE", word_set("shared exclusive nonblock unlock close no-fork verbose"),
         word_set("timeout wait conflict-exit-code"), operands=1,
     ),
-    "gosu": _Options(operands=1),
-    "su-exec": _Options(operands=1),
-    "cgexec": _Options(valued="g"),
-    "tini": _Options("gsv"),
-    "dumb-init": _Options("cv"),
+    "gosu": _WrapperOptions(operands=1),
+    "su-exec": _WrapperOptions(operands=1),
+    "cgexec": _WrapperOptions(valued="g"),
+    "tini": _WrapperOptions("gsv"),
+    "dumb-init": _WrapperOptions("cv"),
     "catchsegv": _PLAIN,
     "eatmydata": _PLAIN,
-    "unbuffer": _Options("p"),
+    "unbuffer": _WrapperOptions("p"),
     "busybox": _PLAIN,
     "toybox": _PLAIN,
     "poetry run": _PLAIN,
     "pipenv run": _PLAIN,
     "pdm run": _PLAIN,
     "bundle exec": _PLAIN,
-    "uv run": _Options(
+    "uv run": _WrapperOptions(
         "qvn", "p",
         word_set("no-sync frozen locked isolated quiet verbose no-project no-dev all-extras active offline"),
         word_set("python extra group project directory env-file"),
@@ -208,7 +210,7 @@ def _script(name: str, argv: Arguments, found: Wrapped, dialect: Dialect, more: 
     found.scripts.append((argv[0], dialect, tuple(more)))
 
 
-def _skip(name: str, rest: Arguments, options: _Options) -> int:
+def _skip(name: str, rest: Arguments, options: _WrapperOptions) -> int:
     """The index of the first argument that is not an option."""
     at = 0
     while at < len(rest):
@@ -227,7 +229,7 @@ def _skip(name: str, rest: Arguments, options: _Options) -> int:
     return at
 
 
-def _width(name: str, argument: str, options: _Options) -> int:
+def _width(name: str, argument: str, options: _WrapperOptions) -> int:
     """The number of arguments that an option takes, including itself."""
     if argument.startswith("--"):
         key, equals, _ = argument[2:].partition("=")
@@ -275,7 +277,7 @@ def _may_begin(argument: Argument, text: str) -> bool:
 # --- programs that need more than a table
 
 
-_ENV = _Options(
+_ENV = _WrapperOptions(
     "i0v",
     "uC",
     word_set("ignore-environment null debug list-signal-handling"),
@@ -324,7 +326,7 @@ def _env(name: str, rest: Arguments, found: Wrapped) -> None:
     _run(name, rest[_assignments(name, rest, at, found) :], found)
 
 
-_XARGS = _Options(
+_XARGS = _WrapperOptions(
     "0rtpxo", "adEILnPs", word_set("null no-run-if-empty verbose interactive exit open-tty max-lines replace eof"),
     word_set("arg-file delimiter max-args max-procs max-chars process-slot-var"),
 )  # fmt: skip
@@ -472,7 +474,7 @@ SAFE_OPTIONS = word_set(
 
 
 def _watch(name: str, rest: Arguments, found: Wrapped) -> None:
-    options = _Options(
+    options = _WrapperOptions(
         "bcdegtwx", "nq", word_set("beep color differences errexit chgexit no-title no-wrap exec"), word_set("interval")
     )
     at = _skip(name, rest, options)

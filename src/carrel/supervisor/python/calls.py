@@ -15,12 +15,12 @@ from signal import SIGKILL
 from carrel.errors import Conflict, InvalidRequest, NotFound, Unsupported
 from carrel.supervisor import environment
 from carrel.supervisor.answers import result_of
-from carrel.supervisor.command import Command, Order
+from carrel.supervisor.command import Order, SupervisedCommand
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.files import Files, Stamp
-from carrel.supervisor.http import Json, Request, Response, Router, decode_base64, json_response
+from carrel.supervisor.http import HttpRequest, HttpResponse, HttpRouter, Json, decode_base64, json_response
 from carrel.supervisor.produced import ProducedFiles
-from carrel.supervisor.python.hosts import Host, Interpreters, imports_of, modules
+from carrel.supervisor.python.hosts import Interpreters, PythonHost, imports_of, modules
 from carrel.supervisor.reaper import Stdio, find_program
 
 SCRIPT = "/etc/carrel/warm.py"
@@ -64,13 +64,13 @@ class Python:
 
     @property
     def running(self) -> int:
-        return sum(each.running and isinstance(each.runner, Host) for each in self._commands.all())
+        return sum(each.running and isinstance(each.runner, PythonHost) for each in self._commands.all())
 
-    def routes(self, router: Router) -> None:
+    def routes(self, router: HttpRouter) -> None:
         router.add("POST", "/python", self._run)
         router.add("PUT", "/python/packages", self._have)
 
-    async def _run(self, request: Request) -> Response:
+    async def _run(self, request: HttpRequest) -> HttpResponse:
         body = await request.json()
         if isinstance(name := body.get("id"), str):
             self._commands.require_new(name)  # before its files replace those of the call with that id
@@ -82,7 +82,7 @@ class Python:
             await asyncio.shield(command.finished)
         return json_response({**result_of(command), "files_produced": look.found, "files_truncated": look.truncated})
 
-    async def _have(self, request: Request) -> Response:
+    async def _have(self, request: HttpRequest) -> HttpResponse:
         """Make the packages of an environment the default of commands and of calls that name no environment."""
         body = await request.json()
         programs = os.path.dirname(_shared(body.get("env")))
@@ -92,9 +92,9 @@ class Python:
             self._packages, self._ahead = given
             self._env.update(CARREL_ENV=given[0], PATH=os.pathsep.join([*kept, programs]))
             self.interpreters.retire(_OWN, f"{programs}/python")
-        return Response(204)
+        return HttpResponse(204)
 
-    async def start(self, body: Json, *, live: bool = False) -> Command:
+    async def start(self, body: Json, *, live: bool = False) -> SupervisedCommand:
         code, args = body.get("code"), body.get("args") or []
         if not isinstance(code, str) or len(code) > MOST_CODE:
             raise InvalidRequest(f"'code' must be text of at most {MOST_CODE} characters", field="code")
@@ -124,7 +124,7 @@ class Python:
         command.finished.add_done_callback(lambda _: self._end_bombs(command))
         return command
 
-    def _end_bombs(self, command: Command) -> None:
+    def _end_bombs(self, command: SupervisedCommand) -> None:
         """Kill the leftovers of a call that the kernel killed for lack of memory: it may have been a fork bomb."""
         if command.status is not None and os.WIFSIGNALED(command.status) and os.WTERMSIG(command.status) == SIGKILL:
             self._commands.kill(command)
@@ -138,7 +138,7 @@ class Python:
         order = self._order({"command": ["python3"], "env": body.get("variables"), **fields})
         return replace(order, command=["python3", "-c", shown])
 
-    async def host(self, env: object) -> Host:
+    async def host(self, env: object) -> PythonHost:
         """Return a host of the Python of an environment, of the workspace's virtual environment, or of the system."""
         return await self.interpreters.host(self._python(env), self._env)
 

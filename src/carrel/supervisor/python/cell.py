@@ -14,7 +14,7 @@ from typing import Any
 
 from carrel.errors import CarrelError
 from carrel.supervisor.command import exit_of
-from carrel.supervisor.output import Output
+from carrel.supervisor.output import CommandOutput
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class Cell:
     code: str
     figures: list[str]
     timeout: float | None
-    output: Output
+    output: CommandOutput
     finished: asyncio.Future[None]
     number: int = 0
     pid: int | None = None

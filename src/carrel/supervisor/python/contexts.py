@@ -25,7 +25,7 @@ from carrel.supervisor.http import Json
 from carrel.supervisor.output import STDERR, STDOUT, read_some
 from carrel.supervisor.python.calls import Python
 from carrel.supervisor.python.cell import Cell
-from carrel.supervisor.python.hosts import Host
+from carrel.supervisor.python.hosts import PythonHost
 from carrel.supervisor.reaper import Reaper, memory_file
 
 MOST_QUEUED = 64
@@ -42,7 +42,7 @@ _SLACK = 1024 * 1024
 class CodeContext:
     """One context. Its process starts with the first cell, and again with the first cell after its end."""
 
-    def __init__(self, name: str, commands: Commands, launch: Launch):
+    def __init__(self, name: str, commands: Commands, launch: ContextLaunch):
         self.name = name
         self._commands = commands
         self._launch = launch
@@ -50,7 +50,7 @@ class CodeContext:
         self._queue: deque[Cell] = deque()
         self._cells: dict[str, Cell] = {}
         self._current: Cell | None = None
-        self._host: Host | None = None
+        self._host: PythonHost | None = None
         self._control: socket.socket | None = None
         self._pipes: dict[int, int] = {}
         self._between: list[tuple[int, bytes]] = []
@@ -378,7 +378,7 @@ class CodeContext:
             del self._cells[cell.id]
 
 
-class Launch:
+class ContextLaunch:
     """Starts the process of a context, in an environment and with variables."""
 
     def __init__(self, python: Python, release: Callable[[Order], None], body: Json):
@@ -388,11 +388,11 @@ class Launch:
         self._body = {"variables": body.get("variables")}
         self._release(python.order(self._body, ""))  # validates the body now, not at the start
 
-    async def host(self) -> Host:
+    async def host(self) -> PythonHost:
         """Return a host whose spare waits for work."""
         return await self._python.host(self.env)
 
-    def run(self, host: Host, streams: tuple[int, int], control: int) -> None:
+    def run(self, host: PythonHost, streams: tuple[int, int], control: int) -> None:
         """Let the spare of a host become a context."""
         order = self._python.order(self._body, "")
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)

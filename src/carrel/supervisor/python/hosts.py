@@ -19,7 +19,7 @@ from carrel.errors import CarrelError, Conflict, LimitExceeded
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.conditions import Conditions, conditions
 from carrel.supervisor.python import warm
-from carrel.supervisor.reaper import Program, Reaper, Stdio, is_ending, memory_file, resume
+from carrel.supervisor.reaper import ProgramStart, Reaper, Stdio, is_ending, memory_file, resume
 
 READY = 2
 """How many hosts are kept: while one finishes a call and prepares the next spare, another is used."""
@@ -34,7 +34,7 @@ rest of a fork bomb, need a moment to disappear.
 MOST_SAID = 4096
 
 
-class Host(Reaper):
+class PythonHost(Reaper):
     """A process that keeps one spare ready for a call, and waits for the processes that the call leaves behind."""
 
     def __init__(self, interpreter: Interpreter, ours: socket.socket):
@@ -98,9 +98,9 @@ class Interpreter(Reaper):
         self.python = python
         self._loop = asyncio.get_running_loop()
         self._on_gone = on_gone
-        self.hosts: set[Host] = set()
-        self._ready: deque[Host] = deque()
-        self._waiting: deque[asyncio.Future[Host]] = deque()
+        self.hosts: set[PythonHost] = set()
+        self._ready: deque[PythonHost] = deque()
+        self._waiting: deque[asyncio.Future[PythonHost]] = deque()
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._watched: dict[str, int | None] = {}
         self.conditions: Conditions | None = None
@@ -114,7 +114,7 @@ class Interpreter(Reaper):
         options = json.dumps({"imports": imports})
         argv = (python, "-c", warm.RUN % (script, script), script, options)
         try:
-            self.pid = commands.spawn(Program(argv, env, (theirs.fileno(), null, self._said)), root)
+            self.pid = commands.spawn(ProgramStart(argv, env, (theirs.fileno(), null, self._said)), root)
         except OSError as error:
             ours.close()
             os.close(self._said)
@@ -140,7 +140,7 @@ class Interpreter(Reaper):
         """Whether it has ever been ready."""
         return self._hello.done() and self._hello.exception() is None
 
-    async def take(self) -> Host:
+    async def take(self) -> PythonHost:
         """Return a host whose spare waits for work. The caller must give it work before it awaits anything."""
         if not self._hello.done():
             await asyncio.wait_for(asyncio.shield(self._hello), START_S)
@@ -167,9 +167,9 @@ class Interpreter(Reaper):
             if self.stale():
                 raise Conflict(f"{self.python} was changed", hint="call again")
 
-    async def _next(self) -> Host:
+    async def _next(self) -> PythonHost:
         """Wait for the next host that is ready."""
-        future: asyncio.Future[Host] = self._loop.create_future()
+        future: asyncio.Future[PythonHost] = self._loop.create_future()
         self._waiting.append(future)
         self.request_host()
         try:
@@ -179,7 +179,7 @@ class Interpreter(Reaper):
                 self._offer(future.result())
             raise
 
-    def give_back(self, host: Host) -> None:
+    def give_back(self, host: PythonHost) -> None:
         """Return a host that was taken and got no work."""
         if host.spare:
             self._offer(host)
@@ -194,7 +194,7 @@ class Interpreter(Reaper):
     def request_host(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
-        host = Host(self, ours)
+        host = PythonHost(self, ours)
         try:
             socket.send_fds(self.socket, [b"host"], [theirs.fileno()])
         except OSError:
@@ -259,7 +259,7 @@ class Interpreter(Reaper):
         return said.splitlines()[-1] if said else "it printed nothing"
 
     def on_host(self, reaper: Reaper, event: str, value: int) -> None:
-        assert isinstance(reaper, Host)
+        assert isinstance(reaper, PythonHost)
         if event == "hello":
             reaper.pid = value
             self._loop.remove_reader(reaper.socket)
@@ -288,7 +288,7 @@ class Interpreter(Reaper):
                 else:
                     reaper.prepare()
 
-    def _offer(self, host: Host) -> None:
+    def _offer(self, host: PythonHost) -> None:
         if self.retired:  # since the host was requested
             self.dismiss(host)
             return
@@ -309,7 +309,7 @@ class Interpreter(Reaper):
 
     # ending
 
-    def dismiss(self, host: Host) -> None:
+    def dismiss(self, host: PythonHost) -> None:
         if host.pid:
             self.commands.disown(host)
         else:
@@ -317,7 +317,7 @@ class Interpreter(Reaper):
             host.close()
             self.lost(host)
 
-    def lost(self, host: Host) -> None:
+    def lost(self, host: PythonHost) -> None:
         self.hosts.discard(host)
         host.spare = 0
         if host in self._ready:
@@ -349,7 +349,7 @@ class Interpreters:
         self._imports = imports
         self._by_python: dict[str, Interpreter] = {}
 
-    async def host(self, python: str, env: dict[str, str]) -> Host:
+    async def host(self, python: str, env: dict[str, str]) -> PythonHost:
         """Return a host of this Python, starting the interpreter if necessary."""
         for attempt in range(ATTEMPTS):
             known = self._by_python.get(python)

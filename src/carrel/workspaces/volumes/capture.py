@@ -22,7 +22,7 @@ import msgpack
 
 from carrel.primitives import libc, walk
 from carrel.workspaces.volumes.objects import CHUNK, Batch, ObjectStore, digest
-from carrel.workspaces.volumes.trees import Extents, Kind, Node, Tree, pack_tree
+from carrel.workspaces.volumes.trees import EntryKind, Extents, Node, Tree, pack_tree
 
 WORKERS = min(8, (os.cpu_count() or 1) + 1)
 FRESH_NS = 20_000_000
@@ -40,7 +40,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Row(NamedTuple):
+class CapturedFile(NamedTuple):
     """The known facts of one file or link. They hold while the first four fields match those of the file."""
 
     inode: int
@@ -56,13 +56,13 @@ class Row(NamedTuple):
     def node(self) -> Node:
         """Return the entry of a directory."""
         if self.target is not None:
-            return Node(Kind.LINK, mtime_ns=self.mtime_ns, target=self.target)
+            return Node(EntryKind.LINK, mtime_ns=self.mtime_ns, target=self.target)
         group = self.group or None
-        return Node(Kind.FILE, self.mode, self.mtime_ns, self.size, self.extents, xattrs=self.xattrs, group=group)
+        return Node(EntryKind.FILE, self.mode, self.mtime_ns, self.size, self.extents, xattrs=self.xattrs, group=group)
 
 
 PlainRow = tuple[int, int, int, int, int, Extents, dict[str, bytes] | None, bytes, bytes | None]
-"""A row as read from the disk. Rows are compared by the thousand at every snapshot, so most never become a `Row`."""
+"""A row as read from the disk. Most never become a `CapturedFile`: a snapshot compares thousands of them."""
 
 
 @dataclass(slots=True)
@@ -154,7 +154,7 @@ def capture(store: ObjectStore, batch: Batch, root: int, known: Known, *, truste
     seen: dict[bytes, _Seen] = {}
     places: dict[int, bytes] = {}
     linked: dict[int, list[tuple[bytes, str]]] = {}
-    jobs: list[tuple[bytes, Future[list[tuple[str, Row]]]]] = []
+    jobs: list[tuple[bytes, Future[list[tuple[str, CapturedFile]]]]] = []
     found = Captured(b"")
     slots = BoundedSemaphore(AT_ONCE)
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="carrel-capture") as pool:
@@ -185,7 +185,7 @@ def _look(
     batch: Batch,
     pool: ThreadPoolExecutor,
     slots: BoundedSemaphore,
-) -> list[tuple[bytes, Future[list[tuple[str, Row]]]]]:
+) -> list[tuple[bytes, Future[list[tuple[str, CapturedFile]]]]]:
     fd = visited.fd
     before = known.get(place)
     old = before.rows if before is not None else {}
@@ -225,7 +225,9 @@ def _look(
             with suppress(OSError):
                 target = os.fsencode(os.readlink(name, dir_fd=fd))
                 inode = info.st_ino if time.time_ns() - info.st_ctime_ns > FRESH_NS else _NEVER
-                rows[name] = Row(inode, info.st_ctime_ns, info.st_size, info.st_mtime_ns, 0, (), None, b"", target)
+                rows[name] = CapturedFile(
+                    inode, info.st_ctime_ns, info.st_size, info.st_mtime_ns, 0, (), None, b"", target
+                )
         else:
             found.skipped += 1
     folders.sort()
@@ -272,7 +274,7 @@ def submit_chunks(
     return jobs
 
 
-def _read_files(batch: Batch, parent: int, files: list[tuple[str, os.stat_result]]) -> list[tuple[str, Row]]:
+def _read_files(batch: Batch, parent: int, files: list[tuple[str, os.stat_result]]) -> list[tuple[str, CapturedFile]]:
     opened: list[tuple[str, int]] = []
     rows = []
     try:
@@ -303,7 +305,7 @@ def _open(parent: int, name: str) -> int | None:
         raise
 
 
-def _read_file(fd: int, batch: Batch) -> Row | None:
+def _read_file(fd: int, batch: Batch) -> CapturedFile | None:
     for left in reversed(range(_TRIES)):
         before = os.fstat(fd)
         if not stat.S_ISREG(before.st_mode):
@@ -318,7 +320,9 @@ def _read_file(fd: int, batch: Batch) -> Row | None:
         if unchanged or not left:
             inode = before.st_ino if unchanged and now - before.st_ctime_ns > FRESH_NS else _NEVER
             mode = stat.S_IMODE(after.st_mode)
-            return Row(inode, after.st_ctime_ns, size, after.st_mtime_ns, mode, tuple(extents), xattrs, b"", None)
+            return CapturedFile(
+                inode, after.st_ctime_ns, size, after.st_mtime_ns, mode, tuple(extents), xattrs, b"", None
+            )
     return None
 
 
@@ -362,7 +366,7 @@ def _group_links(seen: dict[bytes, _Seen], linked: dict[int, list[tuple[bytes, s
         there = sorted((place, name) for place, name in members if name in seen[place].rows)
         if not there:
             continue
-        first = Row._make(seen[there[0][0]].rows[there[0][1]])
+        first = CapturedFile._make(seen[there[0][0]].rows[there[0][1]])
         found.bytes += first.size
         group = place_of(*there[0])[:16] if len(there) > 1 else b""
         for place, name in there:
@@ -394,9 +398,9 @@ def _build(
             continue
         tree = Tree(stat.S_IMODE(here.info.st_mode), here.info.st_mtime_ns, here.fd_xattrs)
         for name, row in here.rows.items():
-            tree.entries[os.fsencode(name)] = Row._make(row).node()
+            tree.entries[os.fsencode(name)] = CapturedFile._make(row).node()
         for name in names:
-            tree.entries[os.fsencode(name)] = Node(Kind.DIRECTORY, tree=found.known[below[name]].tree)
+            tree.entries[os.fsencode(name)] = Node(EntryKind.DIRECTORY, tree=found.known[below[name]].tree)
         key = batch.put_packed(pack_tree(tree))
         found.known[place] = Folder(key, signature(here.info), here.fd_xattrs, here.rows, here.folders)
     found.tree = found.known[ROOT].tree

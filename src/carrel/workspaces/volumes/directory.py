@@ -34,7 +34,7 @@ from carrel.workspaces.volumes.exporting import Exported, export_tree
 from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, newest_ns, sweep
 from carrel.workspaces.volumes.rebuild import rebuild
 from carrel.workspaces.volumes.records import Records
-from carrel.workspaces.volumes.trees import Kind, Node, Position, compare, unpack_tree
+from carrel.workspaces.volumes.trees import EntryKind, Node, Position, compare, unpack_tree
 
 _NEW, _OLD, _GONE = ".new-", ".old-", ".gone-"
 
@@ -203,12 +203,12 @@ class DirectoryDriver(VolumeDriver):
             while pending:
                 here, key = pending.pop()
                 tree = unpack_tree(reader.read(key))
-                folder = Node(Kind.DIRECTORY, tree.mode, tree.mtime_ns, xattrs=tree.xattrs)
+                folder = Node(EntryKind.DIRECTORY, tree.mode, tree.mtime_ns, xattrs=tree.xattrs)
                 prefix = here.path() + b"/" if here.above else b""
                 yield tarball.header(prefix or b"./", folder)
                 for name, node in tree.entries.items():
                     where = here.below(name)
-                    if node.kind is Kind.DIRECTORY:
+                    if node.kind is EntryKind.DIRECTORY:
                         pending.append((where, node.tree))
                         continue
                     first = firsts.setdefault(node.group, where) if node.group is not None else where
@@ -216,7 +216,7 @@ class DirectoryDriver(VolumeDriver):
                         yield tarball.header(prefix + name, node, hard_link_to=first.path())
                         continue
                     yield tarball.header(prefix + name, node)
-                    if node.kind is Kind.FILE:
+                    if node.kind is EntryKind.FILE:
                         pieces = ((offset, reader.read(part)) for offset, _, part in node.extents)
                         yield from tarball.content(node.size, pieces)
             yield tarball.END
@@ -268,7 +268,7 @@ class DirectoryDriver(VolumeDriver):
                     damaged.append(snapshot_id)
                     break
                 for node in tree.entries.values():
-                    if node.kind is Kind.DIRECTORY:
+                    if node.kind is EntryKind.DIRECTORY:
                         pending.append(node.tree)
                     parts.update(part for _, _, part in node.extents)
                 trees.add(key)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from carrel.workspaces.volumes.capture import FRESH_NS, WORKERS, Folder, Known, capture
 from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader
-from carrel.workspaces.volumes.trees import Kind, unpack_tree
+from carrel.workspaces.volumes.trees import EntryKind, unpack_tree
 
 _AT_A_TIME = 64
 
@@ -40,7 +40,7 @@ def export_tree(reader: Reader, tree: bytes, target: ObjectStore, batch: Batch) 
         if not target.has(key, 0):
             batch.add(key, raw, packed=True)
         for node in unpack_tree(raw).entries.values():
-            if node.kind is Kind.DIRECTORY:
+            if node.kind is EntryKind.DIRECTORY:
                 pending.append(node.tree)
             for _, length, part in node.extents:
                 if part not in parts:

@@ -11,7 +11,7 @@ from carrel.primitives import walk
 from carrel.workspaces.volumes import tarball
 from carrel.workspaces.volumes.base import Change, ChangeKind
 from carrel.workspaces.volumes.capture import ROOT, place_of
-from carrel.workspaces.volumes.trees import Changes, Kind, Node, Position
+from carrel.workspaces.volumes.trees import Changes, EntryKind, Node, Position
 
 _KEPT = {stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK}
 _PIECE = 4 << 20
@@ -110,13 +110,13 @@ def tar(root: int) -> Iterator[bytes]:
         folder = here.path() + b"/" if visited.number else b""
         info = visited.info
         attributes = walk.user_xattrs(visited.fd) or None
-        node = Node(Kind.DIRECTORY, stat.S_IMODE(info.st_mode), info.st_mtime_ns, xattrs=attributes)
+        node = Node(EntryKind.DIRECTORY, stat.S_IMODE(info.st_mode), info.st_mtime_ns, xattrs=attributes)
         yield tarball.header(folder or b"./", node)
         for name, entry in visited.entries:
             path = folder + os.fsencode(name)
             if stat.S_ISLNK(entry.st_mode):
                 target = os.fsencode(os.readlink(name, dir_fd=visited.fd))
-                yield tarball.header(path, Node(Kind.LINK, mtime_ns=entry.st_mtime_ns, target=target))
+                yield tarball.header(path, Node(EntryKind.LINK, mtime_ns=entry.st_mtime_ns, target=target))
             elif stat.S_ISREG(entry.st_mode):
                 first = None
                 if entry.st_nlink > 1:
@@ -131,7 +131,7 @@ def _tar_file(path: bytes, name: str, parent: int, info: os.stat_result, first: 
     fd = walk.open_for_reading(name, parent)
     try:
         node = Node(
-            Kind.FILE,
+            EntryKind.FILE,
             stat.S_IMODE(info.st_mode),
             info.st_mtime_ns,
             info.st_size,

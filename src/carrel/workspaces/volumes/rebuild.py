@@ -15,19 +15,19 @@ from carrel.workspaces.volumes.capture import (
     FRESH_NS,
     ROOT,
     WORKERS,
+    CapturedFile,
     Folder,
     Known,
     PlainRow,
-    Row,
     place_of,
     signature,
     submit_chunks,
 )
 from carrel.workspaces.volumes.objects import ObjectStore, Reader, digest
-from carrel.workspaces.volumes.trees import Kind, Node, unpack_tree
+from carrel.workspaces.volumes.trees import EntryKind, Node, unpack_tree
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_Job = Future[list[tuple[str, Row]]]
+_Job = Future[list[tuple[str, CapturedFile]]]
 
 
 def rebuild(store: ObjectStore, reader: Reader, tree: bytes, root: int, owner: int | None) -> Known:
@@ -89,16 +89,16 @@ class _Rebuild:
         todo: list[tuple[str, Node]] = []
         for raw, node in tree.entries.items():
             name = os.fsdecode(raw)
-            if node.kind is Kind.DIRECTORY:
+            if node.kind is EntryKind.DIRECTORY:
                 os.mkdir(name, 0o700, dir_fd=fd)
                 below.append((number, name, node.tree))
-            elif node.kind is Kind.LINK:
+            elif node.kind is EntryKind.LINK:
                 os.symlink(node.target, raw, dir_fd=fd)
                 os.utime(name, ns=(node.mtime_ns, node.mtime_ns), dir_fd=fd, follow_symlinks=False)
                 if self._owner is not None:
                     os.chown(name, self._owner, self._owner, dir_fd=fd, follow_symlinks=False)
                 info = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                rows[name] = Row(
+                rows[name] = CapturedFile(
                     info.st_ino, info.st_ctime_ns, info.st_size, node.mtime_ns, 0, (), None, b"", node.target
                 )
             elif node.group is not None and node.group in self._firsts:
@@ -114,10 +114,10 @@ class _Rebuild:
         jobs += [(place, job) for job in submitted]
         return below
 
-    def _write_files(self, parent: int, files: list[tuple[str, Node]]) -> list[tuple[str, Row]]:
+    def _write_files(self, parent: int, files: list[tuple[str, Node]]) -> list[tuple[str, CapturedFile]]:
         return [(name, self._write_file(parent, name, node)) for name, node in files]
 
-    def _write_file(self, parent: int, name: str, node: Node) -> Row:
+    def _write_file(self, parent: int, name: str, node: Node) -> CapturedFile:
         fd = os.open(name, _NEW, 0o600, dir_fd=parent)
         try:
             self._fill(fd, node)
@@ -129,7 +129,7 @@ class _Rebuild:
             raise SnapshotDamaged(f"the size of {name!r} is not the one in the snapshot")
         inode = info.st_ino if node.group is None else 0  # linking a file changes its times once more
         times = info.st_ctime_ns, node.size, info.st_mtime_ns
-        return Row(inode, *times, node.mode, node.extents, node.xattrs, node.group or b"", None)
+        return CapturedFile(inode, *times, node.mode, node.extents, node.xattrs, node.group or b"", None)
 
     def _fill(self, fd: int, node: Node) -> None:
         if len(node.extents) == 1 and node.extents[0][1] == node.size:

@@ -6,7 +6,7 @@ import os
 import tarfile
 from collections.abc import Iterable, Iterator
 
-from carrel.workspaces.volumes.trees import Kind, Node
+from carrel.workspaces.volumes.trees import EntryKind, Node
 
 _BLOCK = 512
 
@@ -27,9 +27,9 @@ def header(path: bytes, node: Node, *, hard_link_to: bytes | None = None) -> byt
     info.pax_headers = pax
     if hard_link_to is not None:
         info.type, info.linkname = tarfile.LNKTYPE, os.fsdecode(hard_link_to)
-    elif node.kind is Kind.DIRECTORY:
+    elif node.kind is EntryKind.DIRECTORY:
         info.type = tarfile.DIRTYPE
-    elif node.kind is Kind.LINK:
+    elif node.kind is EntryKind.LINK:
         info.type, info.linkname, info.mode = tarfile.SYMTYPE, os.fsdecode(node.target), 0o777
     else:
         info.size = node.size

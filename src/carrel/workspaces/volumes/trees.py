@@ -22,7 +22,7 @@ _CHANGE_BYTES = 128
 _VERSION = 1
 
 
-class Kind(IntEnum):
+class EntryKind(IntEnum):
     """The kind of an entry."""
 
     FILE = 0
@@ -38,7 +38,7 @@ Extents = tuple[tuple[int, int, bytes], ...]
 class Node:
     """One name in a directory. `group` is equal for hard links to one file; `tree` is a directory's object."""
 
-    kind: Kind
+    kind: EntryKind
     mode: int = 0
     mtime_ns: int = 0
     size: int = 0
@@ -70,9 +70,9 @@ def pack_tree(tree: Tree) -> bytes:
     """Encode a directory; equal directories give equal bytes."""
     rows: list[tuple[object, ...]] = []
     for name, node in sorted(tree.entries.items()):
-        if node.kind is Kind.DIRECTORY:
+        if node.kind is EntryKind.DIRECTORY:
             rows.append((name, 1, node.tree))
-        elif node.kind is Kind.LINK:
+        elif node.kind is EntryKind.LINK:
             rows.append((name, 2, node.mtime_ns, node.target))
         else:
             rows.append(
@@ -93,14 +93,20 @@ def unpack_tree(raw: bytes) -> Tree:
             name = row[0]
             if not isinstance(name, bytes) or name in {b"", b".", b".."} or b"/" in name or b"\0" in name:
                 raise ValueError("a name that no file can have")
-            if row[1] == Kind.DIRECTORY:
-                tree.entries[name] = Node(Kind.DIRECTORY, tree=row[2])
-            elif row[1] == Kind.LINK:
-                tree.entries[name] = Node(Kind.LINK, mtime_ns=row[2], target=row[3])
+            if row[1] == EntryKind.DIRECTORY:
+                tree.entries[name] = Node(EntryKind.DIRECTORY, tree=row[2])
+            elif row[1] == EntryKind.LINK:
+                tree.entries[name] = Node(EntryKind.LINK, mtime_ns=row[2], target=row[3])
             else:
                 _, _, file_mode, mtime, size, extents, attributes, group = row
                 tree.entries[name] = Node(
-                    Kind.FILE, file_mode, mtime, size, extents, xattrs=dict(attributes) or None, group=group or None
+                    EntryKind.FILE,
+                    file_mode,
+                    mtime,
+                    size,
+                    extents,
+                    xattrs=dict(attributes) or None,
+                    group=group or None,
                 )
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         raise SnapshotDamaged(f"a directory of the snapshot cannot be decoded: {error}") from None
@@ -175,9 +181,9 @@ def compare(a: bytes, b: bytes, load: Callable[[bytes], Tree]) -> list[Change]:
             before, after = old.entries.get(name), new.entries.get(name)
             where = here.below(name)
             if before is not None and after is not None:
-                if before.kind is Kind.DIRECTORY and after.kind is Kind.DIRECTORY:
+                if before.kind is EntryKind.DIRECTORY and after.kind is EntryKind.DIRECTORY:
                     pending.append((where, before.tree, after.tree))
-                elif before.kind is Kind.DIRECTORY or after.kind is Kind.DIRECTORY:
+                elif before.kind is EntryKind.DIRECTORY or after.kind is EntryKind.DIRECTORY:
                     changes.add(where.path(), ChangeKind.CHANGED)
                     _all_beneath(where, before, ChangeKind.REMOVED, load, changes)
                     _all_beneath(where, after, ChangeKind.ADDED, load, changes)
@@ -196,9 +202,9 @@ def _all_beneath(
     pending = [(where, node)]
     while pending:
         at, here = pending.pop()
-        if here is not None and here.kind is Kind.DIRECTORY:
+        if here is not None and here.kind is EntryKind.DIRECTORY:
             for name, child in load(here.tree).entries.items():
                 below = at.below(name)
                 changes.add(below.path(), kind)
-                if child.kind is Kind.DIRECTORY:
+                if child.kind is EntryKind.DIRECTORY:
                     pending.append((below, child))
