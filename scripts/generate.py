@@ -28,6 +28,7 @@ def wanted() -> dict[Path, Callable[[], str]]:
     files[reference / "cli.md"] = generate_reference.cli_page
     files[reference / "metrics.md"] = generate_reference.metrics_page
     files[reference / "scopes.md"] = generate_reference.scopes_page
+    files[reference / "operations.md"] = generate_reference.operations_page
     files[reference / "policy.md"] = generate_policy.page
     for name in ("settings", "sources"):
         files[reference / f"{name}.schema.json"] = lambda name=name: generate_policy.schema(name)  # type: ignore[misc]
