@@ -15,11 +15,14 @@ from contextlib import asynccontextmanager
 
 from bench.measure import Contender, Progress, Report, Table, median, percentile, ratio, rounds
 from carrel.config import load
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
+from carrel.identity import ROOT
 from carrel.models import CommandRequest, SandboxRequest
 
 ROUNDS = 60
 FILES = 50
+ADMIN = Caller(ROOT)
 TRUE = CommandRequest(command=["/bin/true"])
 
 
@@ -54,9 +57,9 @@ async def _plane() -> AsyncIterator[ControlPlane]:
 
 
 async def _prepare(plane: ControlPlane) -> None:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="kept"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="kept"))
     for number in range(FILES):
-        await plane.operations.write_file("kept", f"data/{number}", os.urandom(4096))
+        await plane.operations.write_file(ADMIN, "kept", f"data/{number}", os.urandom(4096))
 
 
 def _fresh(plane: ControlPlane) -> Contender:
@@ -65,10 +68,10 @@ def _fresh(plane: ControlPlane) -> Contender:
     async def turn() -> float:
         context = f"fresh-{next(numbers)}"
         began = time.perf_counter()
-        await plane.sessions.deploy_or_resume(SandboxRequest(context_id=context))
-        await plane.operations.run_command(context, TRUE)
+        await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id=context))
+        await plane.operations.run_command(ADMIN, context, TRUE)
         taken = time.perf_counter() - began
-        await plane.sessions.terminate(context, delete_workspace=True)
+        await plane.sessions.terminate(ADMIN, context, delete_workspace=True)
         return taken
 
     return turn
@@ -78,8 +81,8 @@ def _resumed(plane: ControlPlane) -> Contender:
     async def turn() -> float:
         await plane.sessions.stop("kept")
         began = time.perf_counter()
-        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="kept"))
-        await plane.operations.run_command("kept", TRUE)
+        await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="kept"))
+        await plane.operations.run_command(ADMIN, "kept", TRUE)
         return time.perf_counter() - began
 
     return turn

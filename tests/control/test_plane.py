@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from tests.support.calls import ADMIN
 
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
@@ -16,9 +17,9 @@ from carrel.providers import open_providers
 async def test_closing_ends_everything(settings: Settings) -> None:
     tasks = asyncio.all_tasks()
     plane = await ControlPlane.open(settings)
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", trust="high"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c", trust="high"))
     box = plane.sessions.live()[0]
-    await plane.operations.start_command("c", CommandRequest(command="sleep 4321"))
+    await plane.operations.start_command(ADMIN, "c", CommandRequest(command="sleep 4321"))
     await plane.close()
     assert not await box.provider.alive(box.handle)
     assert asyncio.all_tasks() == tasks

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from carrel.control.operations.call import Call
-from carrel.control.operations.caller import Caller
+from carrel.control.operations.caller import OWN_WORK, Caller
 from carrel.control.plane import ControlPlane
-from carrel.identity import Identity, OwnerKind, Scope
+from carrel.identity import ROOT, Identity, OwnerKind, Scope
 from carrel.models.operations import TABLE, Operation
 from carrel.policy.verdict import Verdict
 
+ADMIN = Caller(ROOT)
+"""The administrator of the server."""
 _KINDS = {"agent": OwnerKind.AGENT, "person": OwnerKind.PERSON}
 
 
@@ -32,7 +34,7 @@ def call(
     row = next((row for row in TABLE if (row.kind, row.name) == (kind, name)), None)
     if row is None:
         row = Operation(name, "shell", decides="command") if kind == "shell" else _undeclared(kind, name)
-    return Call(row, arguments, caller_named(subject) if subject else None, sandbox_id, context_id)
+    return Call(row, arguments, caller_named(subject) if subject else OWN_WORK, sandbox_id, context_id)
 
 
 def _undeclared(kind: str, name: str) -> Operation:

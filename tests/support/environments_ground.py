@@ -9,6 +9,7 @@ import tarfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from tests.support.calls import ADMIN
 from tests.support.indexes import IndexServer, serving, wheel
 
 from carrel.control.plane import ControlPlane
@@ -81,10 +82,10 @@ def sources(index: IndexServer, **more: object) -> dict[str, object]:
 async def context(plane: ControlPlane, index: IndexServer, name: str = "c", **more: object) -> str:
     """A context that may install from an index, and its sandbox."""
     await plane.policy_changes.put(name, PolicyDocuments(sources=sources(index)), "tests")
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id=name, **more))  # type: ignore[arg-type]
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id=name, **more))  # type: ignore[arg-type]
     return name
 
 
 async def attach(plane: ControlPlane, name: str, *requirements: str) -> EnvironmentInfo:
     """An environment for a context."""
-    return await plane.envs.attach(name, EnvironmentAttach(requirements=list(requirements)))
+    return await plane.envs.attach(ADMIN, name, EnvironmentAttach(requirements=list(requirements)))

@@ -8,8 +8,8 @@ from typing import Annotated
 from fastapi import Path, Query, Request
 from starlette.responses import Response
 
-from carrel.api.guard import GuardedRouter, require, who
-from carrel.api.parts import NDJSON, SSE, ClosingStream, Plane, as_json, wants_sse
+from carrel.api.guard import GuardedRouter, require
+from carrel.api.parts import NDJSON, SSE, ClosingStream, Plane, Who, as_json, wants_sse
 from carrel.identity import Identity
 from carrel.models import (
     ApprovalBatch,
@@ -30,6 +30,7 @@ _EVENT = {"schema": {"$ref": "#/components/schemas/ApprovalInfo"}}
 @router.operation(LIST_APPROVALS, "List approvals", ApprovalPage)
 async def list_approvals(
     plane: Plane,
+    caller: Who,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
     state: Annotated[ApprovalState | None, Query(description="only in this state")] = None,
@@ -38,7 +39,7 @@ async def list_approvals(
     """Newest first, within the reach of the token: a page may be short or empty and still have a `next`."""
     states = None if state is None else [state]
     page = await plane.approvals.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
-    page.items = [info for info in page.items if who().reaches(info.context_id)]
+    page.items = [info for info in page.items if caller.identity.reaches(info.context_id)]
     return as_json(page)
 
 
@@ -50,10 +51,10 @@ async def list_approvals(
         "content": {NDJSON: _EVENT, SSE: _EVENT},
     },
 )
-async def watch_approvals(request: Request, plane: Plane) -> Response:
+async def watch_approvals(request: Request, plane: Plane, caller: Who) -> Response:
     """First those that are pending, then each one that is created, decided or expires, until the caller disconnects."""
     sse = wants_sse(request)
-    events = _events(plane.approvals.watch(), who(), sse)
+    events = _events(plane.approvals.watch(), caller.identity, sse)
     return ClosingStream(events, media_type=SSE if sse else NDJSON, headers={"cache-control": "no-store"})
 
 
@@ -68,22 +69,22 @@ async def _events(watched: AsyncIterator[ApprovalInfo], identity: Identity, sse:
 
 
 @router.operation(DECIDE_APPROVALS, "Decide several approvals", ApprovalBatchResult, 413)
-async def decide_approvals(body: ApprovalBatch, plane: Plane) -> Response:
+async def decide_approvals(body: ApprovalBatch, plane: Plane, caller: Who) -> Response:
     """The same decision for each; one that cannot be decided does not stop the others."""
-    return as_json(await plane.decisions.decide_all(body, who()))
+    return as_json(await plane.decisions.decide_all(caller, body))
 
 
 @router.operation(GET_APPROVAL, "One approval", ApprovalInfo, 404)
-async def get_approval(approval_id: ApprovalId, plane: Plane) -> Response:
+async def get_approval(approval_id: ApprovalId, plane: Plane, caller: Who) -> Response:
     """With the decision, if there is one."""
     info = await plane.approvals.get(approval_id)
-    require(GET_APPROVAL, info.context_id)
+    require(caller, GET_APPROVAL, info.context_id)
     return as_json(info)
 
 
 @router.operation(DECIDE_APPROVAL, "Approve or deny", ApprovalInfo, 404, 409, 413)
-async def decide_approval(approval_id: ApprovalId, body: ApprovalDecision, plane: Plane) -> Response:
+async def decide_approval(approval_id: ApprovalId, body: ApprovalDecision, plane: Plane, caller: Who) -> Response:
     """Once, or always for this operation in its context, or with a rule for the context. Nobody can approve their own
     request.
     """
-    return as_json(await plane.decisions.decide(approval_id, body, who()))
+    return as_json(await plane.decisions.decide(caller, approval_id, body))

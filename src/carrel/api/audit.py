@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 from fastapi import Query
 from starlette.responses import Response
 
-from carrel.api.guard import GuardedRouter, require, who
-from carrel.api.parts import NDJSON, ClosingStream, Plane, as_json
+from carrel.api.guard import GuardedRouter, require
+from carrel.api.parts import NDJSON, ClosingStream, Plane, Who, as_json
 from carrel.audit import Filter, chain_of
 from carrel.models import AuditKey, AuditPage, AuditPruned, Moment
 from carrel.models.operations import EXPORT_AUDIT, GET_AUDIT_KEY, PRUNE_AUDIT, SEARCH_AUDIT, Kind
@@ -32,6 +32,7 @@ def _moment(given: datetime | None) -> float | None:
 @router.operation(SEARCH_AUDIT, "Find operations", AuditPage)
 async def search_audit(
     plane: Plane,
+    caller: Who,
     *,
     context_id: Context = None,
     actor: Annotated[str | None, Query(max_length=200)] = None,
@@ -46,7 +47,7 @@ async def search_audit(
     cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
 ) -> Response:
     """Newest first. A page may be short or empty and still have a `next`."""
-    require(SEARCH_AUDIT, context_id)
+    require(caller, SEARCH_AUDIT, context_id)
     await plane.audit.flush()  # so that a caller finds its last operation
     wanted = Filter(
         None if context_id is None else chain_of(context_id),
@@ -68,10 +69,13 @@ async def search_audit(
     {"description": "A file that `carrel audit verify` checks", "content": {NDJSON: _FILE, ZSTD: _FILE}},
 )
 async def export_audit(
-    plane: Plane, context_id: Context = None, compress: Annotated[bool, Query(description="with zstd")] = False
+    plane: Plane,
+    caller: Who,
+    context_id: Context = None,
+    compress: Annotated[bool, Query(description="with zstd")] = False,
 ) -> Response:
     """Every chain, or the chain of one context, signed up to its end."""
-    require(EXPORT_AUDIT, context_id)
+    require(caller, EXPORT_AUDIT, context_id)
     pieces = plane.audit.export(None if context_id is None else [chain_of(context_id)], compress=compress)
     return ClosingStream(pieces, media_type=ZSTD if compress else NDJSON, headers={"cache-control": "no-store"})
 
@@ -83,6 +87,6 @@ async def get_audit_key(plane: Plane) -> Response:
 
 
 @router.operation(PRUNE_AUDIT, "Remove old records", AuditPruned, 409)
-async def prune_audit(plane: Plane) -> Response:
+async def prune_audit(plane: Plane, caller: Who) -> Response:
     """Now, and only those that the server would remove itself: records older than its `audit.keep_days`."""
-    return as_json(await plane.janitor.prune_audit(who().subject))
+    return as_json(await plane.janitor.prune_audit(caller.identity.subject))

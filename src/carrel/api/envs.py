@@ -12,7 +12,7 @@ from fastapi import Path, Query
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
-from carrel.api.parts import NDJSON, ClosingStream, Plane, SandboxId, as_json
+from carrel.api.parts import NDJSON, ClosingStream, Plane, SandboxId, Who, as_json
 from carrel.api.problems import UNEXPECTED
 from carrel.errors import CarrelError
 from carrel.models import (
@@ -37,51 +37,53 @@ _ANSWER["content"][NDJSON]["schema"].pop("$defs", None)
 
 
 @router.operation(op.LIST_ENVS, "The environments of the server", EnvironmentList)
-async def list_envs(plane: Plane) -> Response:
+async def list_envs(plane: Plane, caller: Who) -> Response:
     """The last used first. A token that does not reach every context sees the environments of its contexts, and those
     with a label, by their label.
     """
-    return as_json(await plane.packages.environments())
+    return as_json(await plane.packages.environments(caller))
 
 
 @router.operation(op.BUILD_ENV, "Build an environment", _ANSWER, 404, 409, 413, 422, 429, 502)
-async def build_env(body: EnvironmentBuild, plane: Plane, follow: Follow = False) -> Response:
+async def build_env(body: EnvironmentBuild, plane: Plane, caller: Who, follow: Follow = False) -> Response:
     """Under the policy of the server. An existing one is not built again; `name` is a label for it."""
-    return await _answered(lambda say: plane.envs.build(body, say=say), follow=follow)
+    return await _answered(lambda say: plane.envs.build(caller, body, say=say), follow=follow)
 
 
 @router.operation(op.GET_ENV, "One environment", EnvironmentInfo, 404)
-async def get_env(env: Name, plane: Plane) -> Response:
+async def get_env(env: Name, plane: Plane, caller: Who) -> Response:
     """By its name or a label."""
-    return as_json(plane.environments.info(plane.environments.find(env)))
+    return as_json(plane.environments.info(caller, plane.environments.find(caller, env)))
 
 
 @router.operation(op.DELETE_ENV, "Remove an environment", None, 404, 409)
-async def delete_env(env: Name, plane: Plane) -> Response:
+async def delete_env(env: Name, plane: Plane, caller: Who) -> Response:
     """With its labels. Fails with 409 while a session holds it."""
-    async with plane.operations.admit(op.DELETE_ENV, {"env": env}):
-        await plane.environments.remove(env)
+    async with plane.operations.admit(caller, op.DELETE_ENV, {"env": env}):
+        await plane.environments.remove(caller, env)
     return Response(status_code=204)
 
 
 @router.operation(op.ATTACH_ENV, "Attach an environment to a sandbox", _ANSWER, 404, 409, 413, 422, 429, 502)
-async def attach_env(id: SandboxId, body: EnvironmentAttach, plane: Plane, follow: Follow = False) -> Response:
+async def attach_env(
+    id: SandboxId, body: EnvironmentAttach, plane: Plane, caller: Who, follow: Follow = False
+) -> Response:
     """By name or by requirements, built under the policy of the context if there is none yet. It is at `path` in the
     sandbox at once, until the session ends.
     """
-    return await _answered(lambda say: plane.envs.attach(id, body, say=say), follow=follow)
+    return await _answered(lambda say: plane.envs.attach(caller, id, body, say=say), follow=follow)
 
 
 @router.operation(op.LIST_SANDBOX_ENVS, "The environments a sandbox has", EnvironmentList, 404, 409)
-async def list_sandbox_envs(id: SandboxId, plane: Plane) -> Response:
+async def list_sandbox_envs(id: SandboxId, plane: Plane, caller: Who) -> Response:
     """By name."""
-    return as_json(await plane.envs.list(id))
+    return as_json(await plane.envs.list(caller, id))
 
 
 @router.operation(op.DETACH_ENV, "Detach an environment", None, 404, 409)
-async def detach_env(id: SandboxId, env: Name, plane: Plane) -> Response:
+async def detach_env(id: SandboxId, env: Name, plane: Plane, caller: Who) -> Response:
     """It may then be removed if no other session holds it."""
-    await plane.envs.detach(id, env)
+    await plane.envs.detach(caller, id, env)
     return Response(status_code=204)
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
-from carrel.api.parts import ClosingStream, FilePath, Plane, SandboxId, as_json, raw_query, streamed_body
+from carrel.api.parts import ClosingStream, FilePath, Plane, SandboxId, Who, as_json, raw_query, streamed_body
 from carrel.control.workspaces.bundles import Incoming
 from carrel.models import FileInfo, FilesRequest, FilesWritten
 from carrel.models import operations as op
@@ -32,11 +32,12 @@ async def read_file(
     id: SandboxId,
     path: FilePath,
     plane: Plane,
+    caller: Who,
     offset: Annotated[int, Query(ge=0, le=10**15)] = 0,
     length: Annotated[int | None, Query(ge=0, le=10**15)] = None,
 ) -> Response:
     """The raw bytes, from `offset` on and at most `length` of them."""
-    parts = plane.operations.read_file(id, path, offset=offset, length=length)
+    parts = plane.operations.read_file(caller, id, path, offset=offset, length=length)
     size = await anext(parts)
     headers = {} if size is None else {"content-length": str(size)}
     content = cast(AsyncIterator[bytes], parts)
@@ -57,6 +58,7 @@ async def write_file(
     id: SandboxId,
     path: FilePath,
     plane: Plane,
+    caller: Who,
     request: Request,
     *,
     mode: Annotated[str | None, Query(pattern="^[0-7]{3,4}$", description="octal permissions")] = None,
@@ -66,7 +68,7 @@ async def write_file(
     """The raw body, of any size, becomes the file, atomically."""
     return as_json(
         await plane.operations.write_file(
-            id, path, streamed_body(request), mode=mode, parents=parents, exclusive=exclusive
+            caller, id, path, streamed_body(request), mode=mode, parents=parents, exclusive=exclusive
         )
     )
 
@@ -82,18 +84,18 @@ async def write_file(
     502,
     openapi_extra={"requestBody": {"required": True, "content": BUNDLE}},
 )
-async def write_files(id: SandboxId, plane: Plane, request: Request) -> Response:
+async def write_files(id: SandboxId, plane: Plane, caller: Who, request: Request) -> Response:
     """A bundle of any size. Each file is written atomically; when one fails, those before it stay written."""
-    return as_json(await plane.bundles.write(id, Incoming(streamed_body(request))))
+    return as_json(await plane.bundles.write(caller, id, Incoming(streamed_body(request))))
 
 
 @router.operation(
     op.READ_FILES, "Read many files", {"description": "A bundle of the files", "content": BUNDLE}, 404, 409, 413, 502
 )
-async def read_files(id: SandboxId, body: FilesRequest, plane: Plane) -> Response:
+async def read_files(id: SandboxId, body: FilesRequest, plane: Plane, caller: Who) -> Response:
     """In the order of the request. For a file that cannot be read, the bundle has a problem."""
     await plane.sessions.find(id)
-    return ClosingStream(_ended(plane.bundles.read(id, body.paths)), media_type=MEDIA_TYPE)
+    return ClosingStream(_ended(plane.bundles.read(caller, id, body.paths)), media_type=MEDIA_TYPE)
 
 
 async def _ended(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -109,11 +111,11 @@ def add_route(router: GuardedRouter, operation: ForwardedOperation[Any, Any]) ->
     empty = operation.result is Nothing
     statuses = [404, 409, *([413] if operation.has_body else []), *([429] if operation.fills_disk else []), 502]
 
-    async def perform(id: SandboxId, wanted: BaseModel, plane: Plane, request: Request) -> Response:
+    async def perform(id: SandboxId, wanted: BaseModel, plane: Plane, caller: Who, request: Request) -> Response:
         if not operation.has_body:  # the bytes of a path may not be UTF-8
             raw = {name: text for name in operation.paths if (text := raw_query(request, name))}
             wanted = wanted.model_copy(update=raw)
-        result = await plane.operations.forward(operation, id, wanted)
+        result = await plane.operations.forward(caller, operation, id, wanted)
         return Response(status_code=204) if empty else as_json(result)
 
     perform.__annotations__["wanted"] = Annotated[operation.request, where]

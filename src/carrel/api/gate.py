@@ -17,10 +17,11 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from carrel.api.parts import CALLER
 from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode
 from carrel.connections import mark_authenticated
 from carrel.control.governance.open_requests import OpenRequest, OpenRequests
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.caller import Caller
 from carrel.errors import CarrelError, InvalidRequest, TooLarge
 from carrel.identity import ROOT, Identity, Tokens
 
@@ -91,6 +92,7 @@ class Gate:
             return
         started = refused = False
         opened: OpenRequest | None = None
+        caller: Caller | None = None
         task = asyncio.current_task()
         assert task is not None
 
@@ -107,7 +109,7 @@ class Gate:
             if refused:
                 return
             if message["type"] == "http.response.start":
-                name = caller.get().request_id or ""
+                name = "" if caller is None else caller.request_id or ""
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
             await send(message)
 
@@ -116,16 +118,15 @@ class Gate:
             self._admit(headers)
             identity = await self._identify(scope, headers)
             opened = self._requests.open(identity)
-            asked = _caller(identity, headers)
-            caller.set(asked)
+            caller = scope[CALLER] = _caller(identity, headers)
             if opened is not None and self._streams(scope):
                 opened.stays_open(task.cancel)
             if scope["type"] == "http" and scope["method"] in _BODY_METHODS and not self._streams(scope):
                 body = await self._body(headers, receive)
                 if body is None:
                     return
-                if asked.wait_s:
-                    await self._attended(scope, body, receive, watched, opened)
+                if caller.wait_s:
+                    await self._attended(caller, scope, body, receive, watched, opened)
                     return
                 receive = replay(body, receive)
             await self._app(scope, receive, watched)
@@ -194,7 +195,7 @@ class Gate:
         return identity
 
     async def _attended(
-        self, scope: Scope, body: bytes, receive: Receive, send: Send, opened: OpenRequest | None
+        self, caller: Caller, scope: Scope, body: bytes, receive: Receive, send: Send, opened: OpenRequest | None
     ) -> None:
         """Serve a request that may wait for a person: if its caller disconnects meanwhile, or its token ends, it does
         not run.
@@ -209,7 +210,7 @@ class Gate:
                 pass
             gone.set()
 
-        caller.set(replace(caller.get(), gone=away))
+        scope[CALLER] = replace(caller, gone=away)
         listening = asyncio.ensure_future(listen())
         try:
             await self._app(scope, replay(body, receive), send)

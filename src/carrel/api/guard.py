@@ -16,39 +16,34 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from carrel.api.parts import described, known_query
+from carrel.api.parts import CALLER, described, known_query
 from carrel.api.problems import problems
-from carrel.control.operations.caller import caller
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import NotFound
-from carrel.identity import ROOT, Identity
+from carrel.identity import ROOT
 from carrel.models.operations import OPERATIONS, Operation
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def who() -> Identity:
-    """Return the caller's identity."""
-    return caller.get().identity
-
-
-def require(operation: Operation, context_id: str | None) -> None:
+def require(caller: Caller, operation: Operation, context_id: str | None) -> None:
     """Check that the caller's token may perform an operation in a context; None for no context."""
-    identity = who()
+    identity = caller.identity
     if identity is not ROOT and (refused := identity.may(operation.id, context_id)) is not None:
         raise refused
 
 
-async def permit(operation: Operation, scope: Scope) -> None:
+async def permit(caller: Caller, operation: Operation, scope: Scope) -> None:
     """Check that the caller's token may perform an operation on the sandbox or context in the path."""
-    identity = who()
+    identity = caller.identity
     if identity is ROOT:
         return
     if (refused := identity.lacks(operation.id)) is not None:
         raise refused
     names = scope["path_params"]
     if "context_id" in names:
-        require(operation, names["context_id"])
+        require(caller, operation, names["context_id"])
     elif "id" in names:
         plane: ControlPlane = scope["app"].state.plane
         name = names["id"]
@@ -60,7 +55,7 @@ async def permit(operation: Operation, scope: Scope) -> None:
             # The answer is the same whether it exists or not, so that it reveals nothing.
             raise identity.refusal(operation.id, "reach", f"'{name[:128]}' is out of the token's reach")
     elif operation.context_from != "handler":
-        require(operation, None)
+        require(caller, operation, None)
 
 
 class GuardedRoute(APIRoute):
@@ -68,8 +63,9 @@ class GuardedRoute(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See `permit`."""
-        if who() is not ROOT:
-            await permit(OPERATIONS[self.operation_id or ""], scope)
+        caller: Caller = scope[CALLER]
+        if caller.identity is not ROOT:
+            await permit(caller, OPERATIONS[self.operation_id or ""], scope)
         await super().handle(scope, receive, send)
 
 

@@ -26,6 +26,7 @@ from carrel.api.gate import replay
 from carrel.api.mcp_calls import PlainCall, invalid_answer, plain_call
 from carrel.api.problems import UNEXPECTED
 from carrel.control.mcp.links import REFUSED, TIMED_OUT
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.control.supervisor.connection import Json
 from carrel.errors import ApprovalNeeded, CarrelError, PlatformError
@@ -50,9 +51,10 @@ T = TypeVar("T")
 class McpResponse(Response):
     """Answers one request of an MCP client."""
 
-    def __init__(self, plane: ControlPlane, sandbox: str, offered: McpCatalogue):
+    def __init__(self, plane: ControlPlane, caller: Caller, sandbox: str, offered: McpCatalogue):
         super().__init__()
         self._plane = plane
+        self._caller = caller
         self._sandbox = sandbox
         self._offered = offered
 
@@ -65,7 +67,7 @@ class McpResponse(Response):
             if plain is None:
                 await self._serve(scope, replay(body, receive), send, work)
                 return
-            begun = work.begin(called(self._plane, self._sandbox, self._offered.server, plain.params))
+            begun = work.begin(called(self._plane, self._caller, self._sandbox, self._offered.server, plain.params))
             await asyncio.wait({begun}, timeout=BRIEF_S)
             if begun.done():
                 await self._answer(plain, begun, scope, receive, send)
@@ -87,7 +89,7 @@ class McpResponse(Response):
         self, scope: Scope, receive: Receive, send: Send, work: RequestWork, begun: asyncio.Task[Json] | None = None
     ) -> None:
         manager = StreamableHTTPSessionManager(
-            served(self._plane, self._sandbox, self._offered, work, begun),
+            served(self._plane, self._caller, self._sandbox, self._offered, work, begun),
             stateless=True,
             max_request_body_size=self._plane.settings.max_body,
         )
@@ -140,6 +142,7 @@ def _info(offered: McpCatalogue) -> Json:
 
 async def called(
     plane: ControlPlane,
+    caller: Caller,
     sandbox: str,
     server: str,
     params: types.CallToolRequestParams,
@@ -151,7 +154,7 @@ async def called(
     except ValidationError:
         raise MCPError(code=types.INVALID_PARAMS, message="this is not the name of a tool") from None
     try:
-        result = await plane.mcp.request(sandbox, server, wanted, progress=progress)
+        result = await plane.mcp.request(caller, sandbox, server, wanted, progress=progress)
     except PlatformError as error:
         raise _failure(error) from None
     except CarrelError as error:
@@ -165,7 +168,12 @@ async def called(
 
 
 def served(
-    plane: ControlPlane, sandbox: str, offered: McpCatalogue, work: RequestWork, begun: asyncio.Task[Json] | None = None
+    plane: ControlPlane,
+    caller: Caller,
+    sandbox: str,
+    offered: McpCatalogue,
+    work: RequestWork,
+    begun: asyncio.Task[Json] | None = None,
 ) -> Server[Any]:
     """Build the server side for one MCP server of a context. `begun` is its call, if that is already under way."""
     name = offered.server
@@ -174,7 +182,7 @@ def served(
         return await work.done(work.begin(_as_protocol(asked)))
 
     async def list_tools(_context: Context, _params: object) -> types.ListToolsResult:
-        found = await answered(plane.mcp.catalogue(sandbox, name))
+        found = await answered(plane.mcp.catalogue(caller, sandbox, name))
         tools = [
             {
                 "name": each.name,
@@ -189,15 +197,15 @@ def served(
         return types.ListToolsResult(tools=_valid(types.Tool, tools))
 
     async def list_prompts(_context: Context, _params: object) -> types.ListPromptsResult:
-        found = await answered(plane.mcp.catalogue(sandbox, name))
+        found = await answered(plane.mcp.catalogue(caller, sandbox, name))
         return types.ListPromptsResult(prompts=_valid(types.Prompt, found.prompts))
 
     async def list_resources(_context: Context, _params: object) -> types.ListResourcesResult:
-        found = await answered(plane.mcp.catalogue(sandbox, name))
+        found = await answered(plane.mcp.catalogue(caller, sandbox, name))
         return types.ListResourcesResult(resources=_valid(types.Resource, found.resources))
 
     async def list_templates(_context: Context, _params: object) -> types.ListResourceTemplatesResult:
-        found = await answered(plane.mcp.catalogue(sandbox, name))
+        found = await answered(plane.mcp.catalogue(caller, sandbox, name))
         return types.ListResourceTemplatesResult(
             resource_templates=_valid(types.ResourceTemplate, found.resource_templates)
         )
@@ -207,15 +215,15 @@ def served(
             shown = None if message is None else await plane.secret_values.clean_text(sandbox, message[:2000])
             await context.session.report_progress(progress, total, shown)
 
-        asked = begun or work.begin(called(plane, sandbox, name, params, report))
+        asked = begun or work.begin(called(plane, caller, sandbox, name, params, report))
         return _one(types.CallToolResult, await work.done(asked))
 
     async def read_resource(_context: Context, params: types.ReadResourceRequestParams) -> types.ReadResourceResult:
-        answer = await answered(plane.mcp.read_resource(sandbox, name, str(params.uri)))
+        answer = await answered(plane.mcp.read_resource(caller, sandbox, name, str(params.uri)))
         return _one(types.ReadResourceResult, _given(answer))
 
     async def get_prompt(_context: Context, params: types.GetPromptRequestParams) -> types.GetPromptResult:
-        answer = await answered(plane.mcp.get_prompt(sandbox, name, params.name, params.arguments))
+        answer = await answered(plane.mcp.get_prompt(caller, sandbox, name, params.name, params.arguments))
         return _one(types.GetPromptResult, _given(answer))
 
     prompts, resources = bool(offered.prompts), bool(offered.resources or offered.resource_templates)

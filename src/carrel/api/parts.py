@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from carrel.api.problems import invalid
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.control.supervisor.frames import StreamChunk, TextCutter
 from carrel.errors import InvalidRequest
@@ -27,6 +28,8 @@ M = TypeVar("M", bound=BaseModel)
 
 NDJSON = "application/x-ndjson"
 SSE = "text/event-stream"
+CALLER = "carrel.caller"
+"""The key of the `Caller` in the ASGI scope of a request, which the gate sets."""
 
 
 def plane_of(connection: HTTPConnection) -> ControlPlane:
@@ -34,7 +37,22 @@ def plane_of(connection: HTTPConnection) -> ControlPlane:
     return cast(ControlPlane, connection.app.state.plane)
 
 
-Plane = Annotated[ControlPlane, Depends(plane_of)]
+def caller_of(connection: HTTPConnection) -> Caller:
+    """Return the caller of a request."""
+    return cast(Caller, connection.scope[CALLER])
+
+
+# The framework calls a function that is not `async` in a thread, which costs more than the function.
+async def _plane(connection: HTTPConnection) -> ControlPlane:
+    return plane_of(connection)
+
+
+async def _caller(connection: HTTPConnection) -> Caller:
+    return caller_of(connection)
+
+
+Plane = Annotated[ControlPlane, Depends(_plane)]
+Who = Annotated[Caller, Depends(_caller)]
 SandboxId = Annotated[str, Path(alias="id", max_length=128, description="id of a sandbox, or its context id")]
 Context = Annotated[ContextId, Path(alias="context_id", description="a context id")]
 CommandId = Annotated[str, Path(alias="cid", max_length=128, description="id of a command")]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
-from carrel.api.guard import GuardedRouter, who
-from carrel.api.parts import Context, Plane, as_json
+from carrel.api.guard import GuardedRouter
+from carrel.api.parts import Context, Plane, Who, as_json
 from carrel.models import ExplainRequest, Explanation, PolicyDocuments, PolicyInfo
 from carrel.models.operations import DELETE_POLICY, EXPLAIN_POLICY, GET_POLICY, PUT_POLICY
 
@@ -19,17 +19,17 @@ async def get_policy(context_id: Context, plane: Plane) -> Response:
 
 
 @router.operation(PUT_POLICY, "Change the policy of a context", PolicyInfo, 409, 413)
-async def put_policy(context_id: Context, body: PolicyDocuments, plane: Plane) -> Response:
+async def put_policy(context_id: Context, body: PolicyDocuments, plane: Plane, caller: Who) -> Response:
     """Refused completely when a rule cannot be read. It applies from the next operation on."""
     arguments = body.model_dump(mode="json", exclude_unset=True)
-    async with plane.operations.admit(PUT_POLICY, arguments, context_id=context_id):
-        return as_json(await plane.policy_changes.put(context_id, body, who().subject))
+    async with plane.operations.admit(caller, PUT_POLICY, arguments, context_id=context_id):
+        return as_json(await plane.policy_changes.put(context_id, body, caller.identity.subject))
 
 
 @router.operation(DELETE_POLICY, "Delete the policy of a context", None)
-async def delete_policy(context_id: Context, plane: Plane) -> Response:
+async def delete_policy(context_id: Context, plane: Plane, caller: Who) -> Response:
     """From now on the policy of the server applies."""
-    async with plane.operations.admit(DELETE_POLICY, {}, context_id=context_id):
+    async with plane.operations.admit(caller, DELETE_POLICY, {}, context_id=context_id):
         await plane.policy_changes.delete(context_id)
     return Response(status_code=204)
 

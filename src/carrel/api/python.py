@@ -7,7 +7,7 @@ from starlette.responses import Response
 
 from carrel.api.commands import EVENTS, ID_HEADER
 from carrel.api.guard import GuardedRouter
-from carrel.api.parts import Plane, SandboxId, as_json, body_of, event_stream, plane_of
+from carrel.api.parts import Plane, SandboxId, Who, as_json, body_of, caller_of, event_stream, plane_of
 from carrel.models import CommandInfo, PythonRequest, PythonResult
 from carrel.models.operations import RUN_PYTHON, START_PYTHON, STREAM_PYTHON
 
@@ -20,15 +20,15 @@ router = GuardedRouter(prefix="/v1/sandboxes/{id}", tags=["python"])
 async def run_python(request: Request) -> Response:
     """In a fresh process of a warm interpreter. An exception of the code is a result, not an error."""
     wanted = await body_of(request, PythonRequest)
-    return as_json(await plane_of(request).python.run(request.path_params["id"], wanted))
+    return as_json(await plane_of(request).python.run(caller_of(request), request.path_params["id"], wanted))
 
 
 @router.operation(
     START_PYTHON, "Start Python code in the background", CommandInfo, 404, 409, 413, 422, 429, 502, status=201
 )
-async def start_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Response:
+async def start_python(id: SandboxId, body: PythonRequest, plane: Plane, caller: Who) -> Response:
     """Answers at once; the call is a command from now on."""
-    return as_json(await plane.python.start(id, body), 201)
+    return as_json(await plane.python.start(caller, id, body), 201)
 
 
 @router.operation(
@@ -42,8 +42,8 @@ async def start_python(id: SandboxId, body: PythonRequest, plane: Plane) -> Resp
     429,
     502,
 )
-async def stream_python(id: SandboxId, body: PythonRequest, plane: Plane, request: Request) -> Response:
+async def stream_python(id: SandboxId, body: PythonRequest, plane: Plane, caller: Who, request: Request) -> Response:
     """It continues when the caller disconnects; attach again with the id of the command and the last offset."""
-    info = await plane.python.start(id, body)
-    chunks = plane.operations.command_output(id, info.id)
+    info = await plane.python.start(caller, id, body)
+    chunks = plane.operations.command_output(caller, id, info.id)
     return await event_stream(request, chunks, headers={"carrel-command-id": info.id})

@@ -7,8 +7,8 @@ from typing import Annotated
 from fastapi import Header, Query
 from starlette.responses import Response
 
-from carrel.api.guard import GuardedRouter, require, who
-from carrel.api.parts import Plane, SandboxId, as_json
+from carrel.api.guard import GuardedRouter, require
+from carrel.api.parts import Plane, SandboxId, Who, as_json
 from carrel.models import (
     SandboxInfo,
     SandboxPage,
@@ -37,19 +37,21 @@ router = GuardedRouter(prefix="/v1/sandboxes", tags=["sandboxes"])
 async def deploy_or_resume(
     body: SandboxRequest,
     plane: Plane,
+    caller: Who,
     idempotency_key: Annotated[
         str | None, Header(min_length=1, max_length=255, description="the same key gives the same sandbox")
     ] = None,
 ) -> Response:
     """The running sandbox of a context, started on its workspace if necessary; without a context an ephemeral one."""
-    require(DEPLOY_OR_RESUME, body.context_id)
-    info, started = await plane.operations.deploy_or_resume(body, idempotency_key)
+    require(caller, DEPLOY_OR_RESUME, body.context_id)
+    info, started = await plane.operations.deploy_or_resume(caller, body, idempotency_key)
     return as_json(info, 201 if started else 200)
 
 
 @router.operation(LIST_SANDBOXES, "List sandboxes", SandboxPage)
 async def list_sandboxes(
     plane: Plane,
+    caller: Who,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
     state: Annotated[
@@ -60,7 +62,7 @@ async def list_sandboxes(
     """Newest first, within the reach of the token: a page may be short or empty and still have a `next`."""
     states = None if state is None else [state]
     page = await plane.sessions.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
-    page.items = [info for info in page.items if who().reaches(info.context_id)]
+    page.items = [info for info in page.items if caller.identity.reaches(info.context_id)]
     await plane.retention.mark_kept(page.items)
     return as_json(page)
 
@@ -78,19 +80,19 @@ async def get_usage(id: SandboxId, plane: Plane) -> Response:
 
 
 @router.operation(STOP, "Stop a sandbox, keep its workspace", SandboxInfo, 404, 502)
-async def stop(id: SandboxId, plane: Plane) -> Response:
+async def stop(id: SandboxId, plane: Plane, caller: Who) -> Response:
     """Ends its processes. `deploy_or_resume` starts it again on the same files. An ephemeral one is terminated."""
-    return as_json(await plane.operations.stop(id))
+    return as_json(await plane.operations.stop(caller, id))
 
 
 @router.operation(TERMINATE, "End a session", SandboxInfo, 404, 413, 502)
-async def terminate(id: SandboxId, plane: Plane, body: TerminateRequest | None = None) -> Response:
+async def terminate(id: SandboxId, plane: Plane, caller: Who, body: TerminateRequest | None = None) -> Response:
     """Ends the sandbox with everything in it. A durable workspace stays unless the request deletes it."""
     request = body or TerminateRequest()
-    return as_json(await plane.operations.terminate(id, request))
+    return as_json(await plane.operations.terminate(caller, id, request))
 
 
 @router.operation(HEALTH, "Health of the supervisor", SupervisorHealth, 404, 409, 502)
-async def get_sandbox_health(id: SandboxId, plane: Plane) -> Response:
+async def get_sandbox_health(id: SandboxId, plane: Plane, caller: Who) -> Response:
     """The answer comes from inside the sandbox, so it cannot be trusted."""
-    return as_json(await plane.operations.health(id))
+    return as_json(await plane.operations.health(caller, id))

@@ -8,7 +8,7 @@ from fastapi import Path
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
-from carrel.api.parts import Context, Plane, as_json
+from carrel.api.parts import Context, Plane, Who, as_json
 from carrel.models import SecretList, SecretName, SecretValue
 from carrel.models.operations import DELETE_SECRET, LIST_SECRETS, PUT_SECRET
 
@@ -24,15 +24,15 @@ async def list_secrets(context_id: Context, plane: Plane) -> Response:
 
 
 @router.operation(PUT_SECRET, "Store a secret", SecretName, 413, 422, 429, 502)
-async def put_secret(context_id: Context, name: Name, body: SecretValue, plane: Plane) -> Response:
+async def put_secret(context_id: Context, name: Name, body: SecretValue, plane: Plane, caller: Who) -> Response:
     """It is the file `/run/secrets/NAME` in the sandbox of the context; a running one gets it at once."""
-    async with plane.operations.admit(PUT_SECRET, {"name": name}, context_id=context_id):
+    async with plane.operations.admit(caller, PUT_SECRET, {"name": name}, context_id=context_id):
         return as_json(await plane.secrets.put(context_id, name, body.bytes()))
 
 
 @router.operation(DELETE_SECRET, "Delete a secret", None, 404, 502)
-async def delete_secret(context_id: Context, name: Name, plane: Plane) -> Response:
+async def delete_secret(context_id: Context, name: Name, plane: Plane, caller: Who) -> Response:
     """A running sandbox loses it at once."""
-    async with plane.operations.admit(DELETE_SECRET, {"name": name}, context_id=context_id):
+    async with plane.operations.admit(caller, DELETE_SECRET, {"name": name}, context_id=context_id):
         await plane.secrets.delete(context_id, name)
     return Response(status_code=204)

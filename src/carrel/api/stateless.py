@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from carrel.api.files import BUNDLE
 from carrel.api.guard import GuardedRouter
-from carrel.api.parts import ClosingStream, Plane, as_json, body_of, plane_of, streamed_body
+from carrel.api.parts import ClosingStream, Plane, Who, as_json, body_of, caller_of, plane_of, streamed_body
 from carrel.api.problems import answer, invalid
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.control.workspaces.bundles import Incoming
 from carrel.errors import InvalidRequest, LimitExceeded
@@ -45,7 +46,7 @@ async def execute_stateless(request: Request) -> Response:
     """
     wanted = await body_of(request, StatelessRequest)
     try:
-        return as_json(await plane_of(request).router.run(wanted))
+        return as_json(await plane_of(request).router.run(caller_of(request), wanted))
     except LimitExceeded as error:
         return _later(error)
 
@@ -63,7 +64,7 @@ async def execute_stateless(request: Request) -> Response:
     503,
     openapi_extra={"requestBody": {"required": True, "content": BUNDLE}},
 )
-async def execute_bundle(plane: Plane, request: Request) -> Response:
+async def execute_bundle(plane: Plane, caller: Who, request: Request) -> Response:
     """A bundle: the request as its first part, then the files for it, which are taken in once there is a sandbox. It is
     kept until the answer was sent.
     """
@@ -77,7 +78,7 @@ async def execute_bundle(plane: Plane, request: Request) -> Response:
         wanted = StatelessRequest.model_validate_json(await incoming.whole(first))
     except ValidationError as error:
         raise invalid(error.errors(include_url=False, include_input=False), StatelessRequest) from None
-    parts = _parts(plane, wanted, incoming)
+    parts = _parts(plane, caller, wanted, incoming)
     try:
         result = await anext(parts)  # what fails until now has a status of its own
     except LimitExceeded as error:
@@ -85,14 +86,16 @@ async def execute_bundle(plane: Plane, request: Request) -> Response:
     return ClosingStream(_from(result, parts), media_type=MEDIA_TYPE)
 
 
-async def _parts(plane: ControlPlane, wanted: StatelessRequest, incoming: Incoming) -> AsyncIterator[bytes]:
+async def _parts(
+    plane: ControlPlane, caller: Caller, wanted: StatelessRequest, incoming: Incoming
+) -> AsyncIterator[bytes]:
     async def put(sandbox: str) -> None:
-        await plane.bundles.write(sandbox, incoming)
+        await plane.bundles.write(caller, sandbox, incoming)
 
-    async with plane.router.running(wanted, put) as (sandbox, result):
+    async with plane.router.running(caller, wanted, put) as (sandbox, result):
         text = as_json(result).body
         yield BundlePart("result", len(text)).head() + bytes(text)
-        async with aclosing(plane.bundles.read(sandbox, result.files_produced)) as produced:  # type: ignore[type-var]
+        async with aclosing(plane.bundles.read(caller, sandbox, result.files_produced)) as produced:  # type: ignore[type-var]
             async for piece in produced:
                 yield piece
         yield END

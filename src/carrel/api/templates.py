@@ -8,7 +8,7 @@ from fastapi import Path
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
-from carrel.api.parts import Plane, as_json
+from carrel.api.parts import Plane, Who, as_json
 from carrel.models import SecretList, SecretName, SecretValue, TemplateList, TemplateName
 from carrel.models.operations import DELETE_TEMPLATE_SECRET, LIST_TEMPLATE_SECRETS, LIST_TEMPLATES, PUT_TEMPLATE_SECRET
 
@@ -31,18 +31,18 @@ async def list_template_secrets(template: Template, plane: Plane) -> Response:
 
 
 @router.operation(PUT_TEMPLATE_SECRET, "Store a secret of a template", SecretName, 413, 422, 502)
-async def put_template_secret(template: Template, name: Name, body: SecretValue, plane: Plane) -> Response:
+async def put_template_secret(template: Template, name: Name, body: SecretValue, plane: Plane, caller: Who) -> Response:
     """Every sandbox of the template has it as the file `/run/secrets/NAME`, unless its context has one of that name;
     running ones get it at once.
     """
     await plane.templates.get(template)
-    async with plane.operations.admit(PUT_TEMPLATE_SECRET, {"template": template, "name": name}):
+    async with plane.operations.admit(caller, PUT_TEMPLATE_SECRET, {"template": template, "name": name}):
         return as_json(await plane.secrets.put(template, name, body.bytes(), kind="template"))
 
 
 @router.operation(DELETE_TEMPLATE_SECRET, "Delete a secret of a template", None, 404, 502)
-async def delete_template_secret(template: Template, name: Name, plane: Plane) -> Response:
+async def delete_template_secret(template: Template, name: Name, plane: Plane, caller: Who) -> Response:
     """Running sandboxes lose it at once."""
-    async with plane.operations.admit(DELETE_TEMPLATE_SECRET, {"template": template, "name": name}):
+    async with plane.operations.admit(caller, DELETE_TEMPLATE_SECRET, {"template": template, "name": name}):
         await plane.secrets.delete(template, name, kind="template")
     return Response(status_code=204)

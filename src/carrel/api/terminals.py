@@ -14,8 +14,9 @@ from starlette.websockets import WebSocketDisconnect
 
 from carrel.api.gate import SUBPROTOCOL
 from carrel.api.guard import GuardedRouter, permit
-from carrel.api.parts import plane_of
+from carrel.api.parts import caller_of, plane_of
 from carrel.api.problems import invalid
+from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
 from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
 from carrel.models import MAX_OUTPUT_BYTES, CommandRequest, TerminalSize
@@ -40,7 +41,8 @@ async def terminal(
     command: Annotated[str, Query(min_length=1, max_length=8192)] = _SHELL,
 ) -> None:
     """Open a terminal. A refusal is a problem answer, before the socket is accepted."""
-    await permit(OPEN_TERMINAL, socket.scope)
+    caller = caller_of(socket)
+    await permit(caller, OPEN_TERMINAL, socket.scope)
     operations = plane_of(socket).operations
     try:
         request = CommandRequest(
@@ -52,27 +54,27 @@ async def terminal(
         )
     except ValidationError as error:
         raise invalid(error.errors(include_url=False, include_input=False), CommandRequest) from None
-    info = await operations.start_command(id, request)
+    info = await operations.start_command(caller, id, request)
     try:
         offered = socket.scope.get("subprotocols", [])
         await socket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(_output(socket, operations, id, info.id))
-                group.create_task(_input(socket, operations, id, info.id))
+                group.create_task(_output(caller, socket, operations, id, info.id))
+                group.create_task(_input(caller, socket, operations, id, info.id))
         except* (_Ended, WebSocketDisconnect):
             pass
         except* CarrelError as errors:
             await _close(socket, errors.exceptions[0])
     finally:
         try:
-            await asyncio.shield(operations.delete_command(id, info.id))
+            await asyncio.shield(operations.delete_command(caller, id, info.id))
         except (NotFound, NotRunning):
             pass
 
 
-async def _output(socket: WebSocket, operations: Operations, sandbox: str, command: str) -> None:
-    async for chunk in operations.command_output(sandbox, command):
+async def _output(caller: Caller, socket: WebSocket, operations: Operations, sandbox: str, command: str) -> None:
+    async for chunk in operations.command_output(caller, sandbox, command):
         if chunk.stream == "end":
             await socket.send_text(json.dumps({"exit": json.loads(chunk.data)}))
             await socket.close(1000)
@@ -81,7 +83,7 @@ async def _output(socket: WebSocket, operations: Operations, sandbox: str, comma
     raise _Ended
 
 
-async def _input(socket: WebSocket, operations: Operations, sandbox: str, command: str) -> None:
+async def _input(caller: Caller, socket: WebSocket, operations: Operations, sandbox: str, command: str) -> None:
     while True:
         message = await socket.receive()
         if message["type"] == "websocket.disconnect":
@@ -89,9 +91,9 @@ async def _input(socket: WebSocket, operations: Operations, sandbox: str, comman
         data, text = message.get("bytes"), message.get("text")
         try:
             if data:
-                await operations.send_input(sandbox, command, data)
+                await operations.send_input(caller, sandbox, command, data)
             elif text is not None:
-                await operations.resize_terminal(sandbox, command, _size(text))
+                await operations.resize_terminal(caller, sandbox, command, _size(text))
         except NotRunning:
             continue  # it has just ended: the output shows it
 

@@ -8,8 +8,9 @@ from typing import Annotated
 from fastapi import Path, Query
 from starlette.responses import Response
 
-from carrel.api.guard import GuardedRouter, who
-from carrel.api.parts import Plane, as_json
+from carrel.api.guard import GuardedRouter
+from carrel.api.parts import Plane, Who, as_json
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import NotFound
 from carrel.identity import Grant, Identity, OwnerKind, Scope, Token
@@ -39,15 +40,15 @@ def _within(token: Token, identity: Identity) -> bool:
     return identity.contexts is None or (token.contexts is not None and identity.contexts >= set(token.contexts))
 
 
-async def _known(plane: ControlPlane, token_id: str) -> Token:
+async def _known(caller: Caller, plane: ControlPlane, token_id: str) -> Token:
     token = await plane.tokens.get(token_id)
-    if not _within(token, who()):
+    if not _within(token, caller.identity):
         raise NotFound(f"there is no token '{token_id}'", field="id", hint="list the tokens to see their ids")
     return token
 
 
 @router.operation(CREATE_TOKEN, "Create a token", NewToken, 413, status=201)
-async def create_token(body: TokenRequest, plane: Plane) -> Response:
+async def create_token(body: TokenRequest, plane: Plane, caller: Who) -> Response:
     """A token cannot have more rights than its creator. Only this answer shows the token."""
     expires = body.expires_at
     if expires is not None and expires.tzinfo is None:
@@ -60,8 +61,8 @@ async def create_token(body: TokenRequest, plane: Plane) -> Response:
         body.contexts,
         None if expires is None else expires.timestamp(),
     )
-    async with plane.operations.admit(CREATE_TOKEN, body.model_dump(mode="json", exclude_none=True)):
-        text, token = await plane.tokens.issue(grant, who())
+    async with plane.operations.admit(caller, CREATE_TOKEN, body.model_dump(mode="json", exclude_none=True)):
+        text, token = await plane.tokens.issue(grant, caller.identity)
     answer = as_json(NewToken.model_validate({**_values(token), "token": text}), 201)
     answer.headers["cache-control"] = "no-store"
     return answer
@@ -70,19 +71,20 @@ async def create_token(body: TokenRequest, plane: Plane) -> Response:
 @router.operation(LIST_TOKENS, "List tokens", TokenPage)
 async def list_tokens(
     plane: Plane,
+    caller: Who,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
     cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before")] = None,
 ) -> Response:
     """Newest first, revoked ones too. Only those that reach no further than the caller's token."""
     found, following = await plane.tokens.page(limit=limit, cursor=cursor)
-    mine = [TokenInfo.model_validate(_values(token)) for token in found if _within(token, who())]
+    mine = [TokenInfo.model_validate(_values(token)) for token in found if _within(token, caller.identity)]
     return as_json(TokenPage(items=mine, next=following))
 
 
 @router.operation(GET_IDENTITY, "The identity of the caller", IdentityInfo)
-async def get_identity() -> Response:
+async def get_identity(caller: Who) -> Response:
     """The subject, scopes and reach of the token of this request. Every token may ask."""
-    identity = who()
+    identity = caller.identity
     values = {name: getattr(identity, name) for name in ("subject", "kind", "namespace", "token_id")}
     contexts = None if identity.contexts is None else sorted(identity.contexts)
     expires = _time(identity.expires_at)
@@ -93,14 +95,14 @@ async def get_identity() -> Response:
 
 
 @router.operation(GET_TOKEN, "One token", TokenInfo, 404)
-async def get_token(token_id: TokenId, plane: Plane) -> Response:
+async def get_token(token_id: TokenId, plane: Plane, caller: Who) -> Response:
     """Everything but the token itself."""
-    return as_json(TokenInfo.model_validate(_values(await _known(plane, token_id))))
+    return as_json(TokenInfo.model_validate(_values(await _known(caller, plane, token_id))))
 
 
 @router.operation(REVOKE_TOKEN, "Revoke a token", TokenInfo, 404)
-async def revoke_token(token_id: TokenId, plane: Plane) -> Response:
+async def revoke_token(token_id: TokenId, plane: Plane, caller: Who) -> Response:
     """It is invalid at once here, and within seconds on other servers. Revoking twice is not an error."""
-    await _known(plane, token_id)
-    async with plane.operations.admit(REVOKE_TOKEN, {"id": token_id}):
+    await _known(caller, plane, token_id)
+    async with plane.operations.admit(caller, REVOKE_TOKEN, {"id": token_id}):
         return as_json(TokenInfo.model_validate(_values(await plane.tokens.revoke(token_id))))

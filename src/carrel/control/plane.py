@@ -45,6 +45,7 @@ from carrel.control.sessions.context_deletion import ContextDeletion
 from carrel.control.sessions.leases import Leases, LeaseUpkeep
 from carrel.control.sessions.live import LiveSandboxes, SessionNotes
 from carrel.control.sessions.network_mode import NetworkMode, opens_hosts
+from carrel.control.sessions.owners import WorkspaceOwner
 from carrel.control.sessions.recovery import Recovered, recover
 from carrel.control.sessions.retention import WorkspaceRetention
 from carrel.control.sessions.sessions import Sessions
@@ -178,6 +179,7 @@ class ControlPlane:
         declarations = McpDeclarations(mcp_store, links)
         self.attachments = attachments = Attachments(
             templates=templates,
+            owner=WorkspaceOwner(),
             limits=PolicyLimits(policies),
             network=NetworkMode(policies, settings.egress, default=settings.sandbox.network),
             filespace=files,

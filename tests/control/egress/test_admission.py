@@ -44,7 +44,7 @@ async def test_admission_asks_where_the_proxy_asks_even_without_a_policy(plane: 
     with pytest.raises(ApprovalNeeded) as needed:
         await connect(plane)
     assert needed.value.approval is not None
-    await plane.decisions.decide(needed.value.approval, ApprovalDecision(approve=True), PERSON)
+    await plane.decisions.decide(Caller(PERSON), needed.value.approval, ApprovalDecision(approve=True))
     assert await connect(plane) == needed.value.approval
     with pytest.raises(ApprovalNeeded):  # it was approved once
         await connect(plane)
@@ -68,7 +68,7 @@ async def test_policy_that_denies_while_a_person_is_asked_beats_the_approval(pla
     asking = asyncio.create_task(connect(plane, wait_s=60))
     approval = await waiting(plane)
     await plane.policy_changes.put("c", DENY, "person:ann")
-    await plane.decisions.decide(approval.id, ApprovalDecision(approve=True), PERSON)
+    await plane.decisions.decide(Caller(PERSON), approval.id, ApprovalDecision(approve=True))
     with pytest.raises(Denied) as refused:
         await asking
     assert refused.value.extra["rule"] == "network(outbound:a.example)"
@@ -78,7 +78,7 @@ async def test_policy_that_denies_while_a_person_is_asked_beats_the_approval(pla
 async def test_admission_leaves_the_record_to_the_log_of_the_proxy(plane: ControlPlane) -> None:
     with pytest.raises(ApprovalNeeded) as needed:
         await connect(plane)
-    await plane.decisions.decide(needed.value.approval or "", ApprovalDecision(approve=True), PERSON)
+    await plane.decisions.decide(Caller(PERSON), needed.value.approval or "", ApprovalDecision(approve=True))
     await connect(plane)
     await plane.audit.flush()
     assert not (await plane.audit.search(Filter(chain=chain_of("c"), kind="network"), limit=10)).items

@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.outside import Origin, serving
 from tests.support.sandboxes import until
 
@@ -32,13 +33,13 @@ def given(origin: Origin, **web: object) -> PolicyDocuments:
 
 async def start(plane: ControlPlane, context: str, policy: PolicyDocuments) -> str:
     await plane.policy_changes.put(context, policy, "person:ann")
-    info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id=context))
+    info, _ = await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id=context))
     return info.id
 
 
 async def fetch(plane: ControlPlane, context: str, origin: Origin) -> str:
     command = ["curl", "-sS", "-m", "20", f"{origin.url}/"]
-    return (await plane.operations.run_command(context, CommandRequest(command=command, timeout=60))).stdout
+    return (await plane.operations.run_command(ADMIN, context, CommandRequest(command=command, timeout=60))).stdout
 
 
 async def test_a_policy_that_cannot_be_carried_out_shuts_the_way(plane: ControlPlane, origin: Origin) -> None:
@@ -194,9 +195,9 @@ async def test_nothing_is_left_of_what_a_sandbox_trusted(plane: ControlPlane, or
     """Also not of one without a network, which has the certificates all the same."""
     for name, network in (("a", Network.NONE), ("b", Network.ALLOWLIST)):
         await plane.policy_changes.put(name, given(origin, inspected_domains=["api.example"]), "person:ann")
-        await plane.operations.deploy_or_resume(SandboxRequest(context_id=name, network=network))
+        await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id=name, network=network))
         assert len(_authorities(plane)) == 1
-        await plane.operations.terminate(name, TerminateRequest())
+        await plane.operations.terminate(ADMIN, name, TerminateRequest())
         assert _authorities(plane) == []
 
 

@@ -17,7 +17,7 @@ from tests.support.sandboxes import until
 from tests.support.wayout import OPEN, PATIENCE_S, Person, hello, plan, server, wayout
 
 from carrel.control.egress.service import _Attached
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import ApprovalDecision
@@ -110,8 +110,7 @@ async def test_control_plane_takes_the_steps_of_the_page_in_order(plane: Control
                 return (await plane.approvals.page()).items
 
             [approval] = await until(found, what="an approval")
-            caller.set(Caller(PERSON))
-            await plane.decisions.decide(approval.id, ApprovalDecision(approve=True), PERSON)
+            await plane.decisions.decide(Caller(PERSON), approval.id, ApprovalDecision(approve=True))
             await until(lambda: not plane.egress._tasks, what="the answer")
     finally:
         del plane.egress._boxes["sbx-1"]

@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.killed import killed
 from tests.support.outside import Origin, serving
 from tests.support.sandboxes import until
@@ -14,7 +15,7 @@ from tests.support.sandboxes import until
 from carrel.audit import Filter, chain_of
 from carrel.config import Settings
 from carrel.control.egress.service import MOST_HOSTS
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import (
@@ -56,14 +57,14 @@ async def start(plane: ControlPlane, context: str, given: PolicyDocuments | None
     if given is not None:
         await plane.policy_changes.put(context, given, "person:ann")
     network = None if given is not None else Network.ALLOWLIST
-    info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id=context, network=network))
+    info, _ = await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id=context, network=network))
     assert info.network is Network.ALLOWLIST
     return info.id
 
 
 async def fetch(plane: ControlPlane, context: str, url: str, *more: str) -> CommandResult:
     command = ["curl", "-sS", "-m", "20", *more, url]
-    return await plane.operations.run_command(context, CommandRequest(command=command, timeout=60))
+    return await plane.operations.run_command(ADMIN, context, CommandRequest(command=command, timeout=60))
 
 
 async def records(plane: ControlPlane, context: str, count: int) -> list[AuditRecord]:
@@ -107,7 +108,7 @@ async def test_a_denied_host_is_refused_with_the_rule(plane: ControlPlane, origi
 
 
 async def test_without_the_network_no_proxy_is_started(plane: ControlPlane) -> None:
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     result = await fetch(plane, "c", "http://docs.example.org/")
     assert "this sandbox has no network" in result.stdout
     assert plane.egress.pid == 0
@@ -120,8 +121,7 @@ async def test_an_unknown_host_waits_for_a_person(plane: ControlPlane, origin: O
     [waiting] = await until(_pending(plane), what="an approval")
     assert (waiting.kind, waiting.summary) == ("network", "connect nobody.example 80")
     assert waiting.requested_by.startswith("sandbox:")
-    caller.set(Caller(PERSON))
-    await plane.decisions.decide(waiting.id, ApprovalDecision(approve=False, message="not that one"), PERSON)
+    await plane.decisions.decide(Caller(PERSON), waiting.id, ApprovalDecision(approve=False, message="not that one"))
     refusal = json.loads((await asked).stdout[:-3])
     assert refusal["reason"] == "not that one" and refusal["approval"] == waiting.id
 
@@ -136,7 +136,7 @@ async def test_what_is_approved_later_holds_for_the_next_try(away: ControlPlane,
     again = json.loads((await fetch(away, "c", "http://a.example/")).stdout)
     assert again["approval"] == refusal["approval"]  # it is one question, however often it is asked
     decision = ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT)
-    await away.decisions.decide(refusal["approval"], decision, PERSON)
+    await away.decisions.decide(Caller(PERSON), refusal["approval"], decision)
     for _ in range(2):
         answer = json.loads((await fetch(away, "c", "http://a.example/")).stdout)
         assert answer["code"] == "unreachable"  # it was let out, and has no address
@@ -147,14 +147,14 @@ async def test_a_sandbox_cannot_fill_the_inbox(away: ControlPlane) -> None:
     quick._ask_wait_s = 60
     await start(away, "c")
     script = "for n in $(seq 40); do curl -s -m 60 http://h$n.example/ & done; wait"
-    running = asyncio.create_task(away.operations.run_command("c", CommandRequest(command=script, timeout=90)))
+    running = asyncio.create_task(away.operations.run_command(ADMIN, "c", CommandRequest(command=script, timeout=90)))
     try:
         await until(lambda: quick._boxes and next(iter(quick._boxes.values())).asking == 20, what="twenty questions")
         await records(away, "c", 20)  # the other twenty were told no
         page = await until(_pending(away, 20), what="twenty approvals")
         assert len(page) == 20
         for each in page:
-            await away.decisions.decide(each.id, ApprovalDecision(approve=False), PERSON)
+            await away.decisions.decide(Caller(PERSON), each.id, ApprovalDecision(approve=False))
         result = await running
         assert result.stdout.count('"reason": "this sandbox has asked a person about too many hosts') == 20
     finally:
@@ -164,7 +164,7 @@ async def test_a_sandbox_cannot_fill_the_inbox(away: ControlPlane) -> None:
 async def test_who_names_ever_more_hosts_is_not_asked_for_any_more(away: ControlPlane) -> None:
     await start(away, "c")
     script = f"for n in $(seq {MOST_HOSTS + 5}); do curl -s http://h$n.example/; done"
-    result = await away.operations.run_command("c", CommandRequest(command=script, timeout=90))
+    result = await away.operations.run_command(ADMIN, "c", CommandRequest(command=script, timeout=90))
     assert result.stdout.count('"reason": "this sandbox has asked a person about too many hosts') == 5
 
 
@@ -200,7 +200,7 @@ async def test_each_sandbox_has_its_own_rules(plane: ControlPlane, origin: Origi
     # A name in a header or a password is no identity.
     claims = ["-H", "Proxy-Authorization: Basic YTph", "-H", "X-Carrel-Sandbox: a", "--proxy-user", "a:a"]
     assert "is denied" in (await fetch(plane, "b", origin.url, *claims)).stdout
-    await plane.operations.terminate("a", TerminateRequest())
+    await plane.operations.terminate(ADMIN, "a", TerminateRequest())
     assert "is denied" in (await fetch(plane, "b", origin.url)).stdout
 
 
@@ -210,7 +210,7 @@ async def test_a_killed_proxy_is_replaced_and_nobody_goes_around_it(plane: Contr
     once = "curl -s -m 20 --retry 5 --retry-all-errors --retry-delay 0"
     load = f'for n in $(seq 30); do {once} "{origin.url}/$n"; done'
     running = [
-        asyncio.create_task(plane.operations.run_command(name, CommandRequest(command=load, timeout=90)))
+        asyncio.create_task(plane.operations.run_command(ADMIN, name, CommandRequest(command=load, timeout=90)))
         for name in ("a", "b")
     ]
     await until(lambda: len(origin.requests) > 5, what="load")
@@ -256,7 +256,7 @@ def _alive(pid: int) -> bool:
 async def test_tools_find_the_way_by_themselves(plane: ControlPlane, origin: Origin) -> None:
     await start(plane, "c", allow(f"network(outbound:127.0.0.2:{origin.port})"))
     code = f"import urllib.request as u; print(u.urlopen('{origin.url}/').read())"
-    result = await plane.operations.run_command("c", CommandRequest(command=["python3", "-c", code]))
+    result = await plane.operations.run_command(ADMIN, "c", CommandRequest(command=["python3", "-c", code]))
     assert result.stdout == "b'hello\\n'\n", result.stderr
     socks = await fetch(plane, "c", f"{origin.url}/", "-x", "socks5h://127.0.0.1:3128")
     assert socks.stdout == "hello\n"

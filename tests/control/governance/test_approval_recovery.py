@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.governed import POLICY
 
 from carrel.audit import Filter, chain_of
 from carrel.control.governance.approval_recovery import recover_approvals
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions.live import LiveSandbox
 from carrel.errors import ApprovalNeeded, PlatformError
@@ -19,14 +20,13 @@ ASKED = CommandRequest(command="uname")
 
 async def _approved(plane: ControlPlane) -> tuple[str, LiveSandbox]:
     """What somebody approved, and the sandbox it is for."""
-    caller.set(Caller(AGENT))
+    caller = Caller(AGENT)
     await plane.policy_changes.put("c", PolicyDocuments(settings=POLICY), "person:ann")
-    info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    info, _ = await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="c"))
     with pytest.raises(ApprovalNeeded) as caught:
-        await plane.operations.run_command("c", ASKED)
+        await plane.operations.run_command(caller, "c", ASKED)
     handle = caught.value.approval or ""
-    await plane.decisions.decide(handle, ApprovalDecision(approve=True), PERSON)
-    caller.set(Caller(AGENT, approval=handle))
+    await plane.decisions.decide(Caller(PERSON), handle, ApprovalDecision(approve=True))
     return handle, next(box for box in plane.sessions.live() if box.record.id == info.id)
 
 
@@ -47,7 +47,7 @@ async def test_what_was_not_begun_is_given_back_and_runs(plane: ControlPlane) ->
     handle, box = await _approved(plane)
     await _taken(plane, handle, box.instance)
     assert await _settled(plane) == (1, {"approval": handle, "begun": "no", "given_back": True})
-    assert (await plane.operations.run_command("c", ASKED)).ok
+    assert (await plane.operations.run_command(Caller(AGENT, approval=handle), "c", ASKED)).ok
     assert await plane._approval_store.runs(plane.node) == []
     assert (await plane.approvals.get(handle)).used_at is not None
 
@@ -57,7 +57,7 @@ async def test_where_nobody_can_tell_it_stays_used(plane: ControlPlane) -> None:
     handle, box = await _approved(plane)
     await _taken(plane, handle, box.instance)
     await plane.sessions.stop("c", "gone")
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     assert box.instance not in {each.instance for each in plane.sessions.live()}
     assert await _settled(plane) == (0, {"approval": handle, "begun": "unknown", "given_back": False})
     assert (await plane.approvals.get(handle)).used_at is not None
@@ -77,5 +77,5 @@ async def test_what_could_not_be_recorded_is_not_used_up(plane: ControlPlane) ->
     handle, _ = await _approved(plane)
     await plane.audit.close()
     with pytest.raises(PlatformError, match="closed"):
-        await plane.operations.run_command("c", ASKED)
+        await plane.operations.run_command(Caller(AGENT, approval=handle), "c", ASKED)
     assert (await plane.approvals.get(handle)).used_at is None

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from carrel.control.governance.approvals import Approvals, Redact, digest, summa
 from carrel.control.governance.decisions import ApprovalDecisions
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.call import Call, Traffic
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.caller import Caller, OwnWork
 from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, NotFound, PlatformError
 from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import ApprovalBatch, ApprovalDecision, ApprovalInfo, ApprovalScope, ApprovalState, EditRequest
@@ -28,6 +28,7 @@ ASK = Verdict("ask", reason="no rule covers 'git push'")
 PUSH = call("shell", "run_command", {"command": "git  push\norigin"}, "agent:coder", "sbx-1", "c")
 PERSON = Identity("person:ann", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
 AGENT = Identity("agent:coder", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
+CODER = Caller(AGENT)
 BY_RULE = ApprovalDecision(approve=True, scope=ApprovalScope.RULE, rule="shell(git push:*)")
 YES, NO = ApprovalDecision(approve=True), ApprovalDecision(approve=False, message="use a branch")
 
@@ -100,7 +101,10 @@ class Inbox(Approvals):
         self.kept = rules or Kept()
         super().__init__(store, self.kept, redact, on_created=on_created, ttl_s=60, clock=clock, **named)
         decisions = ApprovalDecisions(self, Open(), self.kept, redact)
-        self.decide, self.decide_all = decisions.decide, decisions.decide_all
+        self.decisions = decisions
+
+    async def decide(self, approval_id: str, decision: ApprovalDecision, by: Identity) -> ApprovalInfo:
+        return await self.decisions.decide(Caller(by), approval_id, decision)
 
 
 @pytest.fixture
@@ -120,35 +124,27 @@ def approvals(store: ApprovalStore, clock: Clock) -> Inbox:
     return Inbox(store, clock)
 
 
-@pytest.fixture(autouse=True)
-def _agent() -> Iterator[None]:
-    token = caller.set(Caller(AGENT))
-    yield
-    caller.reset(token)
-
-
-async def _use_now(approvals: Inbox, operation: Call, verdict: Verdict) -> str:
-    """Run an operation that takes no time; the approval that it ran under."""
-    """Ask as whoever the call is by, else as the caller of this task, who also says how long to wait."""
-    who = caller.get() if operation.caller is None else replace(caller.get(), identity=operation.caller.identity)
+async def _use_now(approvals: Inbox, operation: Call, verdict: Verdict, caller: Caller = CODER) -> str:
+    """Run an operation that takes no time; the approval that it ran under. It is asked for by whoever the call is by,
+    else by the caller, who also says how long to wait.
+    """
+    who = caller
+    if not isinstance(operation.caller, OwnWork):
+        who = replace(caller, identity=operation.caller.identity)
     leave = await approvals.permit(replace(operation, caller=who), verdict)
     await approvals.ended(leave, used=True)
     return leave.approval
 
 
-async def _ask(approvals: Inbox, operation: Call = PUSH) -> str:
+async def _ask(approvals: Inbox, operation: Call = PUSH, caller: Caller = CODER) -> str:
     with pytest.raises(ApprovalNeeded) as caught:
-        await _use_now(approvals, operation, ASK)
+        await _use_now(approvals, operation, ASK, caller)
     assert caught.value.approval is not None
     return caught.value.approval
 
 
 async def _with(approvals: Inbox, handle: str, operation: Call = PUSH) -> str:
-    token = caller.set(Caller(AGENT, approval=handle))
-    try:
-        return await _use_now(approvals, operation, ASK)
-    finally:
-        caller.reset(token)
+    return await _use_now(approvals, operation, ASK, Caller(AGENT, approval=handle))
 
 
 async def test_the_same_request_waits_once_and_runs_once(store: ApprovalStore, clock: Clock) -> None:
@@ -188,15 +184,12 @@ async def test_approval_belongs_to_the_one_who_asked(approvals: Inbox, kind: Lit
     operation = call(kind, "run_command", PUSH.arguments, "", "sbx-1", "c")
     handle = await _ask(approvals, operation)
     other = Identity("agent:other", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
-    token = caller.set(Caller(other))
-    own = await _ask(approvals, operation)
+    own = await _ask(approvals, operation, Caller(other))
     assert own != handle, "each of them has to be asked for"
     await approvals.decide(handle, YES, PERSON)
-    assert await _ask(approvals, operation) == own
-    caller.set(Caller(other, approval=handle))
+    assert await _ask(approvals, operation, Caller(other)) == own
     with pytest.raises(Conflict, match="another caller"):
-        await _use_now(approvals, operation, ASK)
-    caller.reset(token)
+        await _use_now(approvals, operation, ASK, Caller(other, approval=handle))
     assert await _with(approvals, handle, operation) == handle, "it was not used up"
 
 
@@ -204,9 +197,8 @@ async def test_approval_for_a_context_is_for_everybody_there(approvals: Inbox) -
     operation = call("shell", "run_command", PUSH.arguments, "", "sbx-1", "c")
     handle = await _ask(approvals, operation)
     await approvals.decide(handle, ApprovalDecision(approve=True, scope=ApprovalScope.CONTEXT), PERSON)
-    token = caller.set(Caller(Identity("agent:other", OwnerKind.AGENT, frozenset({Scope.OPERATE}))))
-    assert await _use_now(approvals, operation, ASK) == handle
-    caller.reset(token)
+    caller = Caller(Identity("agent:other", OwnerKind.AGENT, frozenset({Scope.OPERATE})))
+    assert await _use_now(approvals, operation, ASK, caller) == handle
 
 
 async def test_a_denial_reaches_the_agent_with_the_persons_words(approvals: Inbox) -> None:
@@ -305,9 +297,11 @@ async def test_nobody_approves_their_own_request_and_no_agent_approves(approvals
 
 @pytest.mark.parametrize("decision", [YES, NO])
 async def test_a_caller_may_wait(approvals: Inbox, decision: ApprovalDecision) -> None:
-    caller.set(Caller(AGENT, wait_s=30))
+    caller = Caller(AGENT, wait_s=30)
     there = those_who_wait(approvals)
-    waiting = [asyncio.ensure_future(_use_now(approvals, PUSH, ASK)) for _ in range(1 if decision.approve else 2)]
+    waiting = [
+        asyncio.ensure_future(_use_now(approvals, PUSH, ASK, caller)) for _ in range(1 if decision.approve else 2)
+    ]
     async for info in approvals.watch():
         assert info.state is ApprovalState.PENDING
         await until(lambda: len(there) == len(waiting))
@@ -319,8 +313,8 @@ async def test_a_caller_may_wait(approvals: Inbox, decision: ApprovalDecision) -
 
 async def test_of_two_who_wait_for_the_same_each_needs_an_approval(approvals: Inbox) -> None:
     """One runs under what was approved once; the other asks again, and goes on waiting."""
-    caller.set(Caller(AGENT, wait_s=30))
-    waiting = {asyncio.ensure_future(_use_now(approvals, PUSH, ASK)) for _ in range(2)}
+    caller = Caller(AGENT, wait_s=30)
+    waiting = {asyncio.ensure_future(_use_now(approvals, PUSH, ASK, caller)) for _ in range(2)}
     handles = []
     watch = approvals.watch()
     async for info in watch:
@@ -339,9 +333,9 @@ async def test_of_two_who_wait_for_the_same_each_needs_an_approval(approvals: In
 
 async def test_a_rule_that_covers_it_is_for_all_who_wait(approvals: Inbox) -> None:
     approvals.kept.verdict = "allow"
-    caller.set(Caller(AGENT, wait_s=30))
+    caller = Caller(AGENT, wait_s=30)
     there = those_who_wait(approvals)
-    waiting = [asyncio.ensure_future(_use_now(approvals, PUSH, ASK)) for _ in range(3)]
+    waiting = [asyncio.ensure_future(_use_now(approvals, PUSH, ASK, caller)) for _ in range(3)]
     watch = approvals.watch()
     handle = (await anext(watch)).id
     await until(lambda: len(there) == 3)
@@ -353,8 +347,8 @@ async def test_a_rule_that_covers_it_is_for_all_who_wait(approvals: Inbox) -> No
 async def test_who_waits_in_vain_is_told_of_an_approval_of_its_own(approvals: Inbox) -> None:
     """Another ran under what both waited for, and the rule that was given does not cover it."""
     gone = asyncio.Event()
-    caller.set(Caller(AGENT, wait_s=30, gone=gone.is_set))
-    waiting = [asyncio.ensure_future(_use_now(approvals, PUSH, ASK)) for _ in range(2)]
+    caller = Caller(AGENT, wait_s=30, gone=gone.is_set)
+    waiting = [asyncio.ensure_future(_use_now(approvals, PUSH, ASK, caller)) for _ in range(2)]
     watch = approvals.watch()
     first = (await anext(watch)).id
     await approvals.decide(first, BY_RULE, PERSON)
@@ -381,9 +375,8 @@ async def test_many_who_ask_for_the_same_at_once_wait_for_one_decision(approvals
 
 
 async def test_waiting_ends(approvals: Inbox) -> None:
-    caller.set(Caller(AGENT, wait_s=0.05))
     with pytest.raises(ApprovalNeeded):
-        await _use_now(approvals, PUSH, ASK)
+        await _use_now(approvals, PUSH, ASK, Caller(AGENT, wait_s=0.05))
 
 
 async def test_another_server_sees_and_decides_what_waits(approvals: Inbox, store: ApprovalStore, clock: Clock) -> None:
@@ -401,7 +394,9 @@ async def test_many_are_decided_at_once(approvals: Inbox) -> None:
         for n in range(5)
     ]
     await approvals.decide(handles[0], NO, PERSON)
-    result = await approvals.decide_all(ApprovalBatch(ids=[*handles, handles[1], "absent"], decision=YES), PERSON)
+    result = await approvals.decisions.decide_all(
+        Caller(PERSON), ApprovalBatch(ids=[*handles, handles[1], "absent"], decision=YES)
+    )
     assert [info.id for info in result.decided] == handles[1:]
     assert set(result.refused) == {handles[0], "absent"}
     page = await approvals.page(limit=2)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.calls import call
+from tests.support.calls import ADMIN, call
 
 from carrel.control.governance.deciding import read_below
 from carrel.control.governance.policies import Policies
@@ -136,8 +136,8 @@ async def test_a_rule_is_added_and_a_fork_has_it_too(policies: Policies) -> None
     await policies.check_rule("c", "shell(git push:*)")
     await policies.add_rule("c", "shell(git push:*)", "person:ann")
     await policies.add_rule("c", "shell(git push:*)", "person:ann")
-    await policies.copy("c", "twin")
-    await policies.copy("none", "other")
+    await policies.copy(ADMIN, "c", "twin")
+    await policies.copy(ADMIN, "none", "other")
     for context in ("c", "twin"):
         push = _op("shell", "run_command", context=context, command="git push origin")
         assert (await policies.decide(push)).verdict == "allow"
@@ -151,7 +151,7 @@ async def test_what_is_put_while_a_fork_is_taken_back_stays(
 ) -> None:
     if before is not None:
         await policies.write("twin", PolicyDocuments(settings=before), "person:ann")
-    undo = await policies.copy("c", "twin")
+    undo = await policies.copy(ADMIN, "c", "twin")
     inner, given = policies._store, {"permissions": {"deny": ["shell(rm:*)"]}}
 
     class Late(PolicyStore):
@@ -242,23 +242,25 @@ async def test_the_limits_of_the_sources_hold(plane: ControlPlane) -> None:
     sources = {"runtime": {"max_execution_time_seconds": 20, "max_memory_mb": 256}}
     await plane.policy_changes.put("c", PolicyDocuments(sources=sources), "person:ann")
     with pytest.raises(LimitExceeded, match="memory_mb = 256"):
-        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", limits=Limits(memory_mb=512)))
-    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+        await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c", limits=Limits(memory_mb=512)))
+    info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     assert (info.limits.memory_mb, info.limits.timeout_s) == (256, 20)
     with pytest.raises(Denied, match="20 seconds at most"):
-        await plane.operations.run_command("c", CommandRequest(command="true", timeout=21))
-    assert (await plane.operations.run_command("c", CommandRequest(command="true", timeout=19))).ok
+        await plane.operations.run_command(ADMIN, "c", CommandRequest(command="true", timeout=21))
+    assert (await plane.operations.run_command(ADMIN, "c", CommandRequest(command="true", timeout=19))).ok
 
 
 async def test_a_command_without_a_deadline_stays_within_the_policy(plane: ControlPlane) -> None:
     sources = {"runtime": {"max_execution_time_seconds": 1}}
     await plane.policy_changes.put("c", PolicyDocuments(sources=sources), "person:ann")
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-    started = await plane.operations.start_command("c", CommandRequest(command="sleep 60"))
-    assert (await plane.operations.command_result("c", started.id)).timed_out, "the policy's limit is its deadline"
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    started = await plane.operations.start_command(ADMIN, "c", CommandRequest(command="sleep 60"))
+    assert (await plane.operations.command_result(ADMIN, "c", started.id)).timed_out, (
+        "the policy's limit is its deadline"
+    )
     for start in (plane.operations.run_command, plane.operations.start_command):
         with pytest.raises(Denied, match="1 seconds at most"):
-            await start("c", CommandRequest(command="true", timeout=0))
+            await start(ADMIN, "c", CommandRequest(command="true", timeout=0))
     for timeout in (0, 2):
         with pytest.raises(Denied, match="1 seconds at most"):
-            await plane.tools.execute("c", ExecuteRequest(code="true", timeout=timeout))
+            await plane.tools.execute(ADMIN, "c", ExecuteRequest(code="true", timeout=timeout))

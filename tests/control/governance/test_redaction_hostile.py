@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.calls import ADMIN
 
 from carrel.control.plane import ControlPlane
 from carrel.models import CommandRequest, ExecuteRequest, SandboxRequest
@@ -54,14 +55,14 @@ async def turning(turns: Turns) -> AsyncIterator[None]:
 
 
 async def test_others_have_their_turn_while_an_output_is_looked_through(plane: ControlPlane) -> None:
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     turns = Turns()
     plane.secret_values._shapes = Redactor()
     turns.watch(plane.secret_values._shapes)
     for call in (
-        lambda: plane.operations.run_command("c", CommandRequest(command=SLOW)),
-        lambda: plane.tools.execute("c", ExecuteRequest(code=SLOW, language="shell")),
-        lambda: plane.operations.run_command("c", CommandRequest(command="true", stdin=" sk-" * 100_000)),
+        lambda: plane.operations.run_command(ADMIN, "c", CommandRequest(command=SLOW)),
+        lambda: plane.tools.execute(ADMIN, "c", ExecuteRequest(code=SLOW, language="shell")),
+        lambda: plane.operations.run_command(ADMIN, "c", CommandRequest(command="true", stdin=" sk-" * 100_000)),
         lambda: plane.secret_values.clean_text("c", " sk-" * 100_000),
     ):
         turns.most = 0

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.support.calls import ADMIN
 
 from carrel.control.mcp.links import Wire, failed, stop_if_running
 from carrel.control.plane import ControlPlane
@@ -23,7 +24,7 @@ def declaration(*command: str, generation: str = "1") -> dict[str, object]:
 
 @pytest.fixture
 async def box(plane: ControlPlane) -> LiveSandbox:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     return await plane.sessions.find("c")
 
 

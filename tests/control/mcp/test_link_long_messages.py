@@ -8,6 +8,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.calls import ADMIN
 
 from carrel.control.mcp.links import LongLine
 from carrel.control.plane import ControlPlane
@@ -34,19 +35,19 @@ TEXTS = st.sampled_from(['"id":7}', ',"id":7}', '{"jsonrpc":"2.0","id":7,', "\\"
 
 @pytest.mark.parametrize("order", [[], ["last"]])
 async def test_who_asked_is_told_and_nobody_else_loses_the_server(plane: ControlPlane, order: list[str]) -> None:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-    await plane.operations.write_file("c", "server.py", SERVER.encode())
-    await plane.mcp.add("c", "s", McpServerRequest(command=["python3", "server.py", *order]))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    await plane.operations.write_file(ADMIN, "c", "server.py", SERVER.encode())
+    await plane.mcp.add(ADMIN, "c", "s", McpServerRequest(command=["python3", "server.py", *order]))
 
     async def said(size: int) -> McpResult:
-        return await plane.mcp.request("c", "s", McpRequest(tool="say", arguments={"size": size}))
+        return await plane.mcp.request(ADMIN, "c", "s", McpRequest(tool="say", arguments={"size": size}))
 
     small, right, large, other = await asyncio.gather(said(1), said(3_500_000), said(8_000_000), said(2))
-    before = (await plane.mcp.get("c", "s")).model_dump(include={"state", "restarts"})
+    before = (await plane.mcp.get(ADMIN, "c", "s")).model_dump(include={"state", "restarts"})
     assert not any(each.is_error for each in (small, right, other)) and large.is_error
     assert "at most 4194304 are taken" in large.text and len(right.text) == 3_500_000
     assert (await said(3)).text == "xxx"
-    assert (await plane.mcp.get("c", "s")).model_dump(include={"state", "restarts"}) == before
+    assert (await plane.mcp.get(ADMIN, "c", "s")).model_dump(include={"state", "restarts"}) == before
 
 
 @given(

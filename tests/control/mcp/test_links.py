@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.mcp_hosted import GOOD
 
 from carrel.control.mcp import links as mcp_links
@@ -25,8 +26,8 @@ async def holds() -> None:
 
 @pytest.fixture
 async def box(plane: ControlPlane) -> LiveSandbox:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-    await plane.operations.write_file("c", "good.py", GOOD.encode())
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    await plane.operations.write_file(ADMIN, "c", "good.py", GOOD.encode())
     return await plane.sessions.find("c")
 
 

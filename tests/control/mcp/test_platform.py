@@ -15,6 +15,7 @@ import uvicorn
 from mcp import types
 from mcp.server.lowlevel.server import Server
 from starlette.types import ASGIApp, Receive, Scope, Send
+from tests.support.calls import ADMIN
 
 from carrel.config import Settings
 from carrel.control.mcp.platform import read_platform
@@ -81,44 +82,48 @@ async def plane(settings: Settings, port: int, tmp_path: Path) -> AsyncIterator[
     file.write_text(json.dumps(servers))
     changed = settings.mcp.model_copy(update={"platform_file": str(file)})
     plane = await ControlPlane.open(settings.model_copy(update={"mcp": changed}))
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     yield plane
     await plane.close()
 
 
 async def test_by_the_same_door(plane: ControlPlane) -> None:
-    found = await plane.mcp.catalogue("c", "web")
+    found = await plane.mcp.catalogue(ADMIN, "c", "web")
     assert [each.qualified for each in found.tools] == ["web:search", "web:slow"]
-    told = await plane.mcp.request("c", "web", McpRequest(tool="search", arguments={"q": "x"}))
+    told = await plane.mcp.request(ADMIN, "c", "web", McpRequest(tool="search", arguments={"q": "x"}))
     assert told.text == "found x" and set(seen) == {"Bearer from-a-file"}
-    slow = await plane.mcp.request("c", "web", McpRequest(tool="slow", timeout=0.5))
+    slow = await plane.mcp.request(ADMIN, "c", "web", McpRequest(tool="slow", timeout=0.5))
     assert slow.timed_out
-    listed = {each.name: each for each in (await plane.mcp.list("c")).items}
+    listed = {each.name: each for each in (await plane.mcp.list(ADMIN, "c")).items}
     assert listed["web"].origin == "platform" and listed["web"].tools == 2
-    assert (await plane.mcp.get("c", "web")).origin == "platform"
+    assert (await plane.mcp.get(ADMIN, "c", "web")).origin == "platform"
     rules = {"permissions": {"allow": ["mcp(web:search)"], "deny": ["mcp(web:slow)"]}}
     await plane.policy_changes.put("c", PolicyDocuments(settings=rules), "ann")
-    assert (await plane.mcp.request("c", "web", McpRequest(tool="search"))).text == "found None"
+    assert (await plane.mcp.request(ADMIN, "c", "web", McpRequest(tool="search"))).text == "found None"
     with pytest.raises(Denied):
-        await plane.mcp.request("c", "web", McpRequest(tool="slow"))
+        await plane.mcp.request(ADMIN, "c", "web", McpRequest(tool="slow"))
     text = plane.metrics.render()[0].decode()
     assert 'carrel_mcp_call_seconds_count{origin="platform",outcome="ok"} 2.0' in text
 
 
 async def test_no_caller_changes_it(plane: ControlPlane) -> None:
     with pytest.raises(Conflict):
-        await plane.mcp.add("c", "web", McpServerRequest(command=["x"]))
-    for act in (plane.mcp.remove("c", "web"), plane.mcp.stop("c", "web"), plane.mcp.start("c", "web")):
+        await plane.mcp.add(ADMIN, "c", "web", McpServerRequest(command=["x"]))
+    for act in (
+        plane.mcp.remove(ADMIN, "c", "web"),
+        plane.mcp.stop(ADMIN, "c", "web"),
+        plane.mcp.start(ADMIN, "c", "web"),
+    ):
         with pytest.raises(NotFound):
             await act
 
 
 async def test_one_that_cannot_be_reached_is_told(plane: ControlPlane) -> None:
     with pytest.raises(McpServerFailed, match=r"cannot be reached|refused to introduce itself"):
-        await plane.mcp.request("c", "gone", McpRequest(tool="x"))
-    found = await plane.mcp.refresh("c", "gone")
+        await plane.mcp.request(ADMIN, "c", "gone", McpRequest(tool="x"))
+    found = await plane.mcp.refresh(ADMIN, "c", "gone")
     assert found.error is not None and found.tools == []
-    assert (await plane.mcp.refresh("c", "web")).error is None, "others go on"
+    assert (await plane.mcp.refresh(ADMIN, "c", "web")).error is None, "others go on"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.support.calls import decide_by
 from carrel.audit import Filter, chain_of, verify
 from carrel.config import Settings
 from carrel.control.operations.call import Call
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.caller import OWN_WORK, Caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import ApprovalNeeded, Conflict, Denied, NotFound, RunsElsewhere
 from carrel.identity import Identity, OwnerKind, Scope
@@ -29,6 +29,7 @@ from carrel.models.operations import EDIT_FILE, STAT_FILE
 from carrel.policy.verdict import Verdict
 
 AGENT = Identity("agent:coder", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
+CODER = Caller(AGENT)
 PERSON = Identity("person:ann", OwnerKind.PERSON, frozenset({Scope.APPROVE}))
 POLICY: dict[str, object] = {
     "permissions": {
@@ -39,9 +40,9 @@ POLICY: dict[str, object] = {
 
 
 async def _governed(plane: ControlPlane) -> None:
-    caller.set(Caller(AGENT))
+    caller = Caller(AGENT)
     await plane.policy_changes.put("c", PolicyDocuments(settings=POLICY), "person:ann")
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="c"))
 
 
 async def _records(plane: ControlPlane) -> list[tuple[str, str, str | None]]:
@@ -52,11 +53,11 @@ async def _records(plane: ControlPlane) -> list[tuple[str, str, str | None]]:
 
 async def test_an_operation_is_decided_dispatched_and_recorded(plane: ControlPlane) -> None:
     await _governed(plane)
-    assert (await plane.operations.run_command("c", CommandRequest(command="echo hi"))).stdout == "hi\n"
+    assert (await plane.operations.run_command(CODER, "c", CommandRequest(command="echo hi"))).stdout == "hi\n"
     with pytest.raises(Denied, match="curl is denied"):
-        await plane.operations.run_command("c", CommandRequest(command="echo $(curl x)"))
+        await plane.operations.run_command(CODER, "c", CommandRequest(command="echo $(curl x)"))
     with pytest.raises(NotFound):
-        await plane.operations.forward(STAT_FILE, "c", StatRequest(path="absent"))
+        await plane.operations.forward(CODER, STAT_FILE, "c", StatRequest(path="absent"))
     assert await _records(plane) == [
         ("deploy_or_resume", "allow", "ok"),
         ("run_command", "allow", "ok"),
@@ -71,23 +72,22 @@ async def test_what_asks_runs_once_after_approval(plane: ControlPlane) -> None:
     await _governed(plane)
     request = CommandRequest(command="touch made; echo made >> made")
     with pytest.raises(ApprovalNeeded) as caught:
-        await plane.operations.run_command("c", request)
+        await plane.operations.run_command(CODER, "c", request)
     handle = caught.value.approval
     assert handle is not None
-    await plane.decisions.decide(handle, ApprovalDecision(approve=True), PERSON)
+    await plane.decisions.decide(Caller(PERSON), handle, ApprovalDecision(approve=True))
 
     async def run() -> object:
-        caller.set(Caller(AGENT, approval=handle))
-        return await plane.operations.run_command("c", request)
+        caller = Caller(AGENT, approval=handle)
+        return await plane.operations.run_command(caller, "c", request)
 
     results = await asyncio.gather(*(asyncio.create_task(run()) for _ in range(4)), return_exceptions=True)
     assert sum(isinstance(result, Conflict) for result in results) == 3
-    pieces = [piece async for piece in plane.operations.read_file("c", "made")]
+    pieces = [piece async for piece in plane.operations.read_file(CODER, "c", "made")]
     assert pieces[1:] == [b"made\n"]
     with pytest.raises(Conflict, match="another operation"):
-        caller.set(Caller(AGENT, approval=handle))
-        await plane.operations.run_command("c", CommandRequest(command="rm -rf data"))
-    caller.set(Caller(AGENT))
+        caller = Caller(AGENT, approval=handle)
+        await plane.operations.run_command(caller, "c", CommandRequest(command="rm -rf data"))
     assert ("run_command", "ask", "ok") in await _records(plane)
 
 
@@ -95,16 +95,16 @@ async def test_a_restart_keeps_what_waits_and_says_what_was_cut_off(settings: Se
     first = await ControlPlane.open(settings)
     await _governed(first)
     with pytest.raises(ApprovalNeeded) as caught:
-        await first.operations.run_command("c", CommandRequest(command="touch x"))
+        await first.operations.run_command(CODER, "c", CommandRequest(command="touch x"))
     await first.close()
     second = await ControlPlane.open(settings)
     try:
         [waiting] = (await second.approvals.page()).items
         assert waiting.id == caught.value.approval
-        await second.operations.deploy_or_resume(SandboxRequest(context_id="c"))
-        await second.decisions.decide(waiting.id, ApprovalDecision(approve=True), PERSON)
-        caller.set(Caller(AGENT, approval=waiting.id))
-        assert (await second.operations.run_command("c", CommandRequest(command="touch x"))).ok
+        await second.operations.deploy_or_resume(CODER, SandboxRequest(context_id="c"))
+        await second.decisions.decide(Caller(PERSON), waiting.id, ApprovalDecision(approve=True))
+        caller = Caller(AGENT, approval=waiting.id)
+        assert (await second.operations.run_command(caller, "c", CommandRequest(command="touch x"))).ok
     finally:
         await second.close()
 
@@ -122,14 +122,14 @@ async def test_upkeep_needs_no_leave_and_leaves_no_record(plane: ControlPlane) -
 
 async def test_two_servers_write_one_unbroken_chain(nodes: list[ControlPlane], tmp_path: Path) -> None:
     a, b = nodes
-    await a.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await a.operations.deploy_or_resume(CODER, SandboxRequest(context_id="c"))
     for _ in range(5):
-        await a.operations.run_command("c", CommandRequest(command="true"))
+        await a.operations.run_command(CODER, "c", CommandRequest(command="true"))
         with pytest.raises(RunsElsewhere):
-            await b.operations.deploy_or_resume(SandboxRequest(context_id="c"))
-    await a.operations.stop("c")
-    await b.operations.deploy_or_resume(SandboxRequest(context_id="c"))
-    await b.operations.run_command("c", CommandRequest(command="true"))
+            await b.operations.deploy_or_resume(CODER, SandboxRequest(context_id="c"))
+    await a.operations.stop(CODER, "c")
+    await b.operations.deploy_or_resume(CODER, SandboxRequest(context_id="c"))
+    await b.operations.run_command(CODER, "c", CommandRequest(command="true"))
     for plane in nodes:
         await plane.audit.flush()
         await plane.audit.seal()
@@ -145,30 +145,30 @@ async def test_two_servers_write_one_unbroken_chain(nodes: list[ControlPlane], t
 
 
 async def test_the_bytes_of_an_operation_are_in_its_record(plane: ControlPlane) -> None:
-    caller.set(Caller(AGENT))
+    caller = Caller(AGENT)
     do = plane.operations
-    await do.deploy_or_resume(SandboxRequest(context_id="c", filespace=True))
-    await do.run_command("c", CommandRequest(command="cat; echo -n err >&2", stdin="é12"))
-    await do.run_command("c", CommandRequest(command="printf '\\377\\376'"))
-    started = await do.start_command("c", CommandRequest(command="cat", interactive=True))
-    await do.send_input("c", started.id, b"12345", close=True)
-    assert [chunk async for chunk in do.command_output("c", started.id)]
-    await do.write_file("c", "small", b"1234567")
+    await do.deploy_or_resume(caller, SandboxRequest(context_id="c", filespace=True))
+    await do.run_command(caller, "c", CommandRequest(command="cat; echo -n err >&2", stdin="é12"))
+    await do.run_command(caller, "c", CommandRequest(command="printf '\\377\\376'"))
+    started = await do.start_command(caller, "c", CommandRequest(command="cat", interactive=True))
+    await do.send_input(caller, "c", started.id, b"12345", close=True)
+    assert [chunk async for chunk in do.command_output(caller, "c", started.id)]
+    await do.write_file(caller, "c", "small", b"1234567")
 
     async def pieces() -> AsyncIterator[bytes]:
         yield b"x" * 1000
         yield b"y" * 500
 
-    await do.write_file("c", "big", pieces())
-    assert [piece async for piece in do.read_file("c", "big", offset=1400)]
-    await do.forward(EDIT_FILE, "c", EditRequest(path="small", old="123", new="é"))
-    await do.execute("c", ExecuteRequest(code="cat in; echo", files={"in": "YWJj"}))
-    snapshot = await plane.snapshots.take("c")
-    tar = [piece async for piece in await plane.snapshots.export("c", snapshot.id)]
-    await plane.filespaces.write("c", "kept", b"123")
-    assert [piece async for piece in plane.filespaces.read("c", "kept")]
-    await plane.filespaces.sync("c")
-    await do.forward(STAT_FILE, "c", StatRequest(path="big"))
+    await do.write_file(caller, "c", "big", pieces())
+    assert [piece async for piece in do.read_file(caller, "c", "big", offset=1400)]
+    await do.forward(caller, EDIT_FILE, "c", EditRequest(path="small", old="123", new="é"))
+    await do.execute(caller, "c", ExecuteRequest(code="cat in; echo", files={"in": "YWJj"}))
+    snapshot = await plane.snapshots.take(caller, "c")
+    tar = [piece async for piece in await plane.snapshots.export(caller, "c", snapshot.id)]
+    await plane.filespaces.write(caller, "c", "kept", b"123")
+    assert [piece async for piece in plane.filespaces.read(caller, "c", "kept")]
+    await plane.filespaces.sync(caller, "c")
+    await do.forward(caller, STAT_FILE, "c", StatRequest(path="big"))
     await plane.audit.flush()
     page = await plane.audit.search(Filter(chain=chain_of("c")), limit=100)
     counted = [(record.name, record.bytes_in, record.bytes_out) for record in reversed(page.items)]
@@ -199,11 +199,11 @@ async def test_refusal_names_the_rule_and_each_outcome_is_recorded(plane: Contro
             return Verdict("deny", "curl is denied for this agent", "shell(curl:*)", "settings.json", "use pip")
         return Verdict("ask") if asked.kind == "file" else Verdict()
 
-    caller.set(Caller(AGENT))
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", trust="high"))
+    caller = Caller(AGENT)
+    await plane.sessions.deploy_or_resume(caller, SandboxRequest(context_id="c", trust="high"))
     decide_by(plane, decide)
     with pytest.raises(Denied) as caught:
-        await plane.operations.run_command("c", CommandRequest(command="curl x"))
+        await plane.operations.run_command(caller, "c", CommandRequest(command="curl x"))
     problem = caught.value.problem()
     expected = {
         "code": "denied_by_policy",
@@ -217,8 +217,8 @@ async def test_refusal_names_the_rule_and_each_outcome_is_recorded(plane: Contro
     }
     assert {key: problem[key] for key in expected} == expected
     with pytest.raises(ApprovalNeeded):
-        await plane.operations.write_file("c", "x", b"")
-    await plane.operations.run_command("c", CommandRequest(command="true"))
+        await plane.operations.write_file(caller, "c", "x", b"")
+    await plane.operations.run_command(caller, "c", CommandRequest(command="true"))
     assert await _records(plane) == [
         ("run_command", "deny", "denied_by_policy"),
         ("write", "ask", "approval_needed"),
@@ -236,11 +236,11 @@ async def test_starting_and_ending_sessions_is_admitted_too(plane: ControlPlane)
 
     decide_by(plane, decide)
     with pytest.raises(Denied):
-        await plane.operations.deploy_or_resume(SandboxRequest(context_id="secret"))
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", env={"KEY": "s3cret"}, trust="high"))
-    await plane.operations.terminate("c", TerminateRequest())
+        await plane.operations.deploy_or_resume(CODER, SandboxRequest(context_id="secret"))
+    await plane.operations.deploy_or_resume(CODER, SandboxRequest(context_id="c", env={"KEY": "s3cret"}, trust="high"))
+    await plane.operations.terminate(CODER, "c", TerminateRequest())
     with pytest.raises(NotFound):
-        await plane.operations.terminate("c", TerminateRequest())
+        await plane.operations.terminate(CODER, "c", TerminateRequest())
     assert plane.sessions.live() == []
     assert seen == [("deploy_or_resume", "secret"), ("deploy_or_resume", "c"), ("terminate", "c")]
     assert [(name, result) for name, _, result in await _records(plane)] == [
@@ -252,10 +252,10 @@ async def test_starting_and_ending_sessions_is_admitted_too(plane: ControlPlane)
 async def test_each_operation_is_counted_once_with_the_outcome_that_is_recorded(plane: ControlPlane) -> None:
     await _governed(plane)
     with pytest.raises(Denied):
-        await plane.operations.run_command("c", CommandRequest(command="curl x"))
+        await plane.operations.run_command(CODER, "c", CommandRequest(command="curl x"))
     with pytest.raises(NotFound):
-        await plane.operations.forward(STAT_FILE, "c", StatRequest(path="absent"))
-    await plane.own_operations.health("c")
+        await plane.operations.forward(CODER, STAT_FILE, "c", StatRequest(path="absent"))
+    await plane.own_operations.health(OWN_WORK, "c")
     shown = plane.metrics.render()[0].decode()
     counted = {
         (match["kind"], match["name"], match["outcome"]): float(match["count"])

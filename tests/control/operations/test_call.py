@@ -4,7 +4,7 @@ import pytest
 from tests.support.calls import call
 
 from carrel.control.operations.call import SELF, Call, Traffic, refusal
-from carrel.control.operations.caller import Caller
+from carrel.control.operations.caller import OWN_WORK, Caller
 from carrel.errors import Denied, from_problem
 from carrel.identity import Identity, OwnerKind
 from carrel.models.operations import STOP
@@ -18,7 +18,7 @@ def test_owner_is_the_context_else_the_sandbox() -> None:
 
 def test_subject_is_the_caller_or_carrel_itself() -> None:
     who = Caller(Identity("agent:a", OwnerKind.AGENT, frozenset()), request_id="r-1")
-    assert (Call(STOP, {}, who).subject, Call(STOP, {}, None).subject) == ("agent:a", SELF)
+    assert (Call(STOP, {}, who).subject, Call(STOP, {}, OWN_WORK).subject) == ("agent:a", SELF)
 
 
 def test_traffic_is_none_until_something_is_counted() -> None:

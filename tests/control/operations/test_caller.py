@@ -1,21 +1,19 @@
 from __future__ import annotations
 
-import asyncio
+import pytest
+from tests.support.calls import caller_named
 
-from carrel.control.operations.caller import Caller, caller
-from carrel.identity import ROOT, Identity, OwnerKind, Scope
+from carrel.control.operations.call import SELF, Call
+from carrel.control.operations.caller import OWN_WORK, Caller
+from carrel.models.operations import HEALTH
 
 
-async def test_it_follows_a_request_into_the_tasks_it_starts_and_no_other() -> None:
-    agent = Identity("agent:a", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
-
-    async def request() -> Caller:
-        caller.set(Caller(agent, approval="apr-1"))
-        return await asyncio.create_task(_seen())
-
-    async def _seen() -> Caller:
-        return caller.get()
-
-    seen = await asyncio.create_task(request())
-    assert (seen.identity, seen.approval, seen.wait_s) == (agent, "apr-1", 0.0)
-    assert caller.get().identity is ROOT
+def test_no_call_is_built_without_a_caller() -> None:
+    with pytest.raises(TypeError, match="caller"):
+        Call(HEALTH, {})  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="caller"):
+        Call(HEALTH, {}, None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="identity"):
+        Caller()  # type: ignore[call-arg]
+    assert Call(HEALTH, {}, OWN_WORK).subject == SELF
+    assert Call(HEALTH, {}, caller_named("agent:a")).subject == "agent:a"

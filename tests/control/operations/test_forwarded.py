@@ -5,12 +5,13 @@ from __future__ import annotations
 import httpx
 import pytest
 from fastapi import FastAPI
-from tests.support.calls import caller_named
+from starlette.types import Receive, Send
+from tests.support.calls import ADMIN, caller_named
 
 from carrel.api.files import add_route
 from carrel.api.guard import GuardedRouter
+from carrel.api.parts import CALLER
 from carrel.audit import Filter, chain_of
-from carrel.control.operations.caller import caller
 from carrel.control.plane import ControlPlane
 from carrel.errors import Denied, InvalidPath
 from carrel.models import PolicyDocuments, SandboxRequest
@@ -37,16 +38,16 @@ POLICY = PolicyDocuments(
 
 
 async def test_row_is_decided_forwarded_validated_and_recorded(plane: ControlPlane) -> None:
-    caller.set(caller_named("agent:coder"))
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    caller = caller_named("agent:coder")
+    await plane.sessions.deploy_or_resume(caller, SandboxRequest(context_id="c"))
     for name in ("a", "x"):
-        await plane.operations.write_file("c", name, b"12345")
+        await plane.operations.write_file(caller, "c", name, b"12345")
     await plane.policy_changes.put("c", POLICY, "person:ann")
-    assert (await plane.operations.forward(MEASURE, "c", StatRequest(path="a"))).size == 5
+    assert (await plane.operations.forward(caller, MEASURE, "c", StatRequest(path="a"))).size == 5
     with pytest.raises(Denied):
-        await plane.operations.forward(MEASURE, "c", StatRequest(path="x"))
+        await plane.operations.forward(caller, MEASURE, "c", StatRequest(path="x"))
     with pytest.raises(InvalidPath):
-        await plane.operations.forward(MEASURE, "c", StatRequest(path="a\0b"))
+        await plane.operations.forward(caller, MEASURE, "c", StatRequest(path="a\0b"))
     await plane.audit.flush()
     page = await plane.audit.search(Filter(chain=chain_of("c"), name="measure"), limit=10)
     assert [(record.kind, record.decision, record.result) for record in page.items] == [
@@ -56,17 +57,22 @@ async def test_row_is_decided_forwarded_validated_and_recorded(plane: ControlPla
 
 
 async def test_row_gets_a_guarded_route(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-    await plane.operations.write_file("c", "a", b"12345")
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    await plane.operations.write_file(ADMIN, "c", "a", b"12345")
     monkeypatch.setitem(OPERATIONS, MEASURE.id, MEASURE)  # type: ignore[misc]
     router, app = GuardedRouter(prefix="/v1/sandboxes/{id}/files"), FastAPI()
     add_route(router, MEASURE)
     app.include_router(router)
     app.state.plane = plane
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as http:
+    callers = [ADMIN]
+
+    async def gate(scope: dict[str, object], receive: Receive, send: Send) -> None:
+        await app({**scope, CALLER: callers[-1]}, receive, send)
+
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://test") as http:
         answer = await http.get("/v1/sandboxes/c/files/measure", params={"path": "a"})
         assert (answer.status_code, answer.json()["size"]) == (200, 5)
-        caller.set(caller_named("agent:coder", scopes=frozenset()))
+        callers.append(caller_named("agent:coder", scopes=frozenset()))
         with pytest.raises(Denied, match="scope"):
             await http.get("/v1/sandboxes/c/files/measure", params={"path": "a"})
     described = app.openapi()["paths"]["/v1/sandboxes/{id}/files/measure"]["get"]

@@ -5,6 +5,7 @@ import base64
 from collections.abc import AsyncIterator
 
 import pytest
+from tests.support.calls import ADMIN
 
 from carrel.control.plane import ControlPlane
 from carrel.control.supervisor.frames import StreamChunk
@@ -16,7 +17,7 @@ from carrel.models.operations import DELETE_FILE, EDIT_FILE, LIST_FILES, STAT_FI
 
 @pytest.fixture
 async def box(plane: ControlPlane) -> str:
-    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="box"))
+    info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="box"))
     return info.id
 
 
@@ -26,29 +27,29 @@ async def collect(chunks: AsyncIterator[StreamChunk]) -> list[StreamChunk]:
 
 async def test_commands(plane: ControlPlane, box: str) -> None:
     do = plane.operations
-    result = await do.run_command(box, CommandRequest(command="echo out; echo err >&2; exit 3"))
+    result = await do.run_command(ADMIN, box, CommandRequest(command="echo out; echo err >&2; exit 3"))
     assert (result.stdout, result.stderr, result.exit_code, result.oom_killed) == ("out\n", "err\n", 3, False)
-    info = await do.start_command(box, CommandRequest(command="cat", interactive=True))
-    await do.send_input(box, info.id, b"hello", close=True)
-    chunks = await collect(do.command_output(box, info.id))
+    info = await do.start_command(ADMIN, box, CommandRequest(command="cat", interactive=True))
+    await do.send_input(ADMIN, box, info.id, b"hello", close=True)
+    chunks = await collect(do.command_output(ADMIN, box, info.id))
     assert chunks[0].stream == "open"
     assert b"".join(chunk.data for chunk in chunks if chunk.stream == "stdout") == b"hello"
     assert chunks[-1].stream == "end"
-    assert (await do.command_result(box, info.id)).stdout == "hello"
-    assert info.id in [each.id for each in (await do.list_commands(box)).items]
-    sleeper = await do.start_command(box, CommandRequest(command="sleep 1000"))
-    await do.signal_command(box, sleeper.id, SignalRequest(signal="TERM", tree=True))
-    assert (await do.command_result(box, sleeper.id)).signal == "SIGTERM"
-    await do.delete_command(box, sleeper.id)
+    assert (await do.command_result(ADMIN, box, info.id)).stdout == "hello"
+    assert info.id in [each.id for each in (await do.list_commands(ADMIN, box)).items]
+    sleeper = await do.start_command(ADMIN, box, CommandRequest(command="sleep 1000"))
+    await do.signal_command(ADMIN, box, sleeper.id, SignalRequest(signal="TERM", tree=True))
+    assert (await do.command_result(ADMIN, box, sleeper.id)).signal == "SIGTERM"
+    await do.delete_command(ADMIN, box, sleeper.id)
     with pytest.raises(NotFound):
-        await do.get_command(box, sleeper.id)
+        await do.get_command(ADMIN, box, sleeper.id)
 
 
 async def test_the_default_deadline_is_applied(plane: ControlPlane) -> None:
     await plane.sessions.deploy_or_resume(
-        SandboxRequest.model_validate({"context_id": "s", "limits": {"timeout_s": 2}})
+        ADMIN, SandboxRequest.model_validate({"context_id": "s", "limits": {"timeout_s": 2}})
     )
-    result = await plane.operations.run_command("s", CommandRequest(command="echo partial; sleep 1000"))
+    result = await plane.operations.run_command(ADMIN, "s", CommandRequest(command="echo partial; sleep 1000"))
     assert result.timed_out and result.stdout == "partial\n"
 
 
@@ -59,27 +60,27 @@ async def test_files(plane: ControlPlane, box: str) -> None:
         for _ in range(20):
             yield b"0123456789" * 10_000
 
-    written = await do.write_file(box, "data/big", content(), mode="600")
+    written = await do.write_file(ADMIN, box, "data/big", content(), mode="600")
     assert (written.size, written.mode) == (2_000_000, "600")
-    parts = [part async for part in do.read_file(box, "data/big", offset=5, length=10)]
+    parts = [part async for part in do.read_file(ADMIN, box, "data/big", offset=5, length=10)]
     assert parts[0] == 10
     assert b"".join(part for part in parts[1:] if isinstance(part, bytes)) == b"5678901234"
-    await do.write_file(box, "a.txt", b"one two")
-    edited = await do.forward(EDIT_FILE, box, EditRequest(path="a.txt", old="one", new="1"))
+    await do.write_file(ADMIN, box, "a.txt", b"one two")
+    edited = await do.forward(ADMIN, EDIT_FILE, box, EditRequest(path="a.txt", old="one", new="1"))
     assert edited.replaced == 1
-    assert {"a.txt", "data"} <= {each.path for each in (await do.forward(LIST_FILES, box, ListRequest())).items}
-    await do.forward(DELETE_FILE, box, DeleteRequest(path="a.txt"))
+    assert {"a.txt", "data"} <= {each.path for each in (await do.forward(ADMIN, LIST_FILES, box, ListRequest())).items}
+    await do.forward(ADMIN, DELETE_FILE, box, DeleteRequest(path="a.txt"))
     with pytest.raises(NotFound):
-        await do.forward(STAT_FILE, box, StatRequest(path="a.txt"))
+        await do.forward(ADMIN, STAT_FILE, box, StatRequest(path="a.txt"))
     for path in ("", "a\0b", "../x", "x" * 5000, "half\ud800"):
         with pytest.raises((InvalidPath, NotFound)):
-            await do.forward(STAT_FILE, box, StatRequest.model_construct(path=path))
+            await do.forward(ADMIN, STAT_FILE, box, StatRequest.model_construct(path=path))
 
 
 async def test_names_that_are_not_utf8(plane: ControlPlane, box: str) -> None:
-    await plane.operations.write_file(box, "data/\udcff", b"x")
+    await plane.operations.write_file(ADMIN, box, "data/\udcff", b"x")
     assert [
-        each.path for each in (await plane.operations.forward(LIST_FILES, box, ListRequest(path="data"))).items
+        each.path for each in (await plane.operations.forward(ADMIN, LIST_FILES, box, ListRequest(path="data"))).items
     ] == ["data/\udcff"]
 
 
@@ -87,13 +88,13 @@ async def test_tools_and_execute(plane: ControlPlane, box: str) -> None:
     do = plane.operations
     encoded = base64.b64encode(b"\0\1").decode()
     made = await plane.tools.call(
-        box, ToolRequest(tool_name="create_file", params={"path": "b", "content_base64": encoded})
+        ADMIN, box, ToolRequest(tool_name="create_file", params={"path": "b", "content_base64": encoded})
     )
     assert made.result["size"] == 2
-    ran = await do.execute(box, ExecuteRequest(code="cat in > output/out; echo ok", files={"in": encoded}))
+    ran = await do.execute(ADMIN, box, ExecuteRequest(code="cat in > output/out; echo ok", files={"in": encoded}))
     assert ran.output == "ok\n" and "output/out" in ran.files_produced
     with pytest.raises(InvalidRequest):
-        await do.execute(box, ExecuteRequest(code="1", env_name="of-python"))
+        await do.execute(ADMIN, box, ExecuteRequest(code="1", env_name="of-python"))
     for name, params, field in (
         ("fly", {}, "tool_name"),
         ("create_file", {}, "params.path"),
@@ -105,7 +106,7 @@ async def test_tools_and_execute(plane: ControlPlane, box: str) -> None:
         ("create_file", {"path": "x", "content": "a", "mode": "999"}, "mode"),
     ):
         with pytest.raises(InvalidRequest) as caught:
-            await plane.tools.call(box, ToolRequest(tool_name=name, params=params))
+            await plane.tools.call(ADMIN, box, ToolRequest(tool_name=name, params=params))
         assert caught.value.field == field
 
 
@@ -120,7 +121,7 @@ async def test_a_forged_answer_is_a_lost_sandbox(
 
         monkeypatch.setattr(live.connection, "request", answer)
         with pytest.raises(SandboxLost):
-            await plane.operations.run_command(box, CommandRequest(command="true"))
+            await plane.operations.run_command(ADMIN, box, CommandRequest(command="true"))
 
 
 async def test_a_killed_command_asks_why(plane: ControlPlane, box: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,16 +133,16 @@ async def test_a_killed_command_asks_why(plane: ControlPlane, box: str, monkeypa
 
     monkeypatch.setattr(live.provider, "out_of_memory_kills", count)
     killed = CommandRequest(command="kill -9 $$")
-    assert not (await plane.operations.run_command(box, killed)).oom_killed
+    assert not (await plane.operations.run_command(ADMIN, box, killed)).oom_killed
     kills = 1
-    result = await plane.operations.run_command(box, killed)
+    result = await plane.operations.run_command(ADMIN, box, killed)
     assert result.oom_killed and result.signal == "SIGKILL"
-    assert not (await plane.operations.run_command(box, killed)).oom_killed
+    assert not (await plane.operations.run_command(ADMIN, box, killed)).oom_killed
 
 
 async def test_closing_a_stream_lets_go(plane: ControlPlane, box: str) -> None:
-    info = await plane.operations.start_command(box, CommandRequest(command="echo a; sleep 1000"))
-    chunks = plane.operations.command_output(box, info.id)
+    info = await plane.operations.start_command(ADMIN, box, CommandRequest(command="echo a; sleep 1000"))
+    chunks = plane.operations.command_output(ADMIN, box, info.id)
     async for chunk in chunks:
         if chunk.stream == "stdout":
             break
@@ -149,5 +150,5 @@ async def test_closing_a_stream_lets_go(plane: ControlPlane, box: str) -> None:
     assert live.in_flight == 1
     await chunks.aclose()  # type: ignore[attr-defined]
     assert live.in_flight == 0
-    assert (await plane.operations.get_command(box, info.id)).running
-    await asyncio.wait_for(plane.operations.delete_command(box, info.id), 10)
+    assert (await plane.operations.get_command(ADMIN, box, info.id)).running
+    await asyncio.wait_for(plane.operations.delete_command(ADMIN, box, info.id), 10)

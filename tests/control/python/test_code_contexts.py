@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.environments_ground import attach, context, stocked
 
 from carrel.control.plane import ControlPlane
@@ -26,35 +27,35 @@ from carrel.redaction.redact import Redactor
 
 @pytest.fixture
 async def box(plane: ControlPlane) -> str:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     return "c"
 
 
 async def test_cells(plane: ControlPlane, box: str) -> None:
     do = plane.code_contexts
     await plane.secrets.put("c", "KEY", b"very-secret-value")
-    first = await do.run_cell(box, "a", CellRequest(code="x = 'very-secret' + '-value'\nprint(x)\nx"))
+    first = await do.run_cell(ADMIN, box, "a", CellRequest(code="x = 'very-secret' + '-value'\nprint(x)\nx"))
     assert (first.stdout, first.text, first.fresh) == ("[secret:KEY]\n", "'[secret:KEY]'", True)
-    info = await do.start_cell(box, "a", CellRequest(code="print(len(x))"))
-    chunks = [chunk async for chunk in do.cell_output(box, "a", info.id)]
+    info = await do.start_cell(ADMIN, box, "a", CellRequest(code="print(len(x))"))
+    chunks = [chunk async for chunk in do.cell_output(ADMIN, box, "a", info.id)]
     assert b"".join(chunk.data for chunk in chunks if chunk.stream == "stdout") == b"17\n"
-    assert (await do.get_cell(box, "a", info.id)).number == 2
-    assert [each.name for each in (await do.list(box)).items] == ["a"]
-    assert (await do.get(box, "a")).state == "idle"
-    assert (await do.interrupt(box, "a")).cells == 2
-    assert (await do.restart(box, "a")).cells == 0
-    await do.delete(box, "a")
+    assert (await do.get_cell(ADMIN, box, "a", info.id)).number == 2
+    assert [each.name for each in (await do.list(ADMIN, box)).items] == ["a"]
+    assert (await do.get(ADMIN, box, "a")).state == "idle"
+    assert (await do.interrupt(ADMIN, box, "a")).cells == 2
+    assert (await do.restart(ADMIN, box, "a")).cells == 0
+    await do.delete(ADMIN, box, "a")
     with pytest.raises(NotFound):
-        await do.get(box, "a")
+        await do.get(ADMIN, box, "a")
     with pytest.raises(InvalidRequest):
-        await do.run_cell(box, "../x", CellRequest(code="1"))
+        await do.run_cell(ADMIN, box, "../x", CellRequest(code="1"))
 
 
 async def test_policy(plane: ControlPlane, box: str) -> None:
     rules = {"permissions": {"allow": ["shell(echo:*)"], "deny": ["shell(python3:*)"]}}
     await plane.policy_changes.put("c", PolicyDocuments(settings=rules), "ann")
     with pytest.raises(Denied):
-        await plane.code_contexts.run_cell(box, "a", CellRequest(code="1"))
+        await plane.code_contexts.run_cell(ADMIN, box, "a", CellRequest(code="1"))
 
 
 def test_every_form_is_cleaned() -> None:
@@ -87,7 +88,7 @@ def test_every_form_is_cleaned() -> None:
 
 async def version(plane: ControlPlane, **more: object) -> str:
     request = CellRequest(code="import nail; nail.version", **more)  # type: ignore[arg-type]
-    cell = await plane.code_contexts.run_cell("c", "a", request)
+    cell = await plane.code_contexts.run_cell(ADMIN, "c", "a", request)
     return (cell.text or "") if cell.ok else cell.error.value if cell.error else cell.status
 
 
@@ -96,22 +97,22 @@ async def test_after_a_restart_of_its_sandbox_it_has_its_environment(plane: Cont
         name = await context(plane, index)
         assert await version(plane, requirements=["nail"]) == "'1.0'"
         assert await version(plane) == "'1.0'"
-        await plane.operations.stop(name)
+        await plane.operations.stop(ADMIN, name)
         await context(plane, index)
         assert await version(plane) == "'1.0'", "without being told again"
-        info = await plane.code_contexts.start_cell(name, "a", CellRequest(code="nail.version"))
-        assert (await plane.code_contexts.get_cell(name, "a", info.id)).text == "'1.0'"
-        await plane.code_contexts.delete(name, "a")
+        info = await plane.code_contexts.start_cell(ADMIN, name, "a", CellRequest(code="nail.version"))
+        assert (await plane.code_contexts.get_cell(ADMIN, name, "a", info.id)).text == "'1.0'"
+        await plane.code_contexts.delete(ADMIN, name, "a")
         assert await version(plane) == "No module named 'nail'", "a new one of the name has none"
         with pytest.raises(Conflict):
             await version(plane, requirements=["nail"])
-        await plane.code_contexts.delete(name, "a")
+        await plane.code_contexts.delete(ADMIN, name, "a")
         assert await version(plane, requirements=["nail"]) == "'1.0'"
         other = await attach(plane, name, "plank")
         with pytest.raises(Conflict):
             await version(plane, env=other.name)
         assert await version(plane) == "'1.0'", "what was refused is not remembered"
-        await plane.operations.terminate(name, TerminateRequest())
+        await plane.operations.terminate(ADMIN, name, TerminateRequest())
         await context(plane, index)
         assert await version(plane) == "No module named 'nail'", "another session"
 
@@ -122,17 +123,17 @@ async def test_on_another_server_it_has_its_environment(nodes: list[ControlPlane
         name = await context(one, index)
         await context(two, index, "stranger")
         built = await attach(one, name, "nail")
-        await one.environments.label(one.environments.find(built.name), "tools")
+        await one.environments.label(one.environments.find(ADMIN, built.name), "tools")
         assert await version(one, env="tools") == "'1.0'"
-        await one.operations.stop(name)
-        await two.sessions.deploy_or_resume(SandboxRequest(context_id=name))
+        await one.operations.stop(ADMIN, name)
+        await two.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id=name))
         assert two.environments.known(built.name) is None, "nobody has built it here"
         assert await version(two) == "'1.0'"
         for env in ("tools", built.name):
-            found = await two.python.run(name, PythonRequest(code="import nail; print(1)", env=env))
+            found = await two.python.run(ADMIN, name, PythonRequest(code="import nail; print(1)", env=env))
             assert found.stdout == "1\n"
             with pytest.raises(NotFound):
-                await two.envs.attach("stranger", EnvironmentAttach(env=env))
-        await two.operations.stop(name)
-        await one.sessions.deploy_or_resume(SandboxRequest(context_id=name))
+                await two.envs.attach(ADMIN, "stranger", EnvironmentAttach(env=env))
+        await two.operations.stop(ADMIN, name)
+        await one.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id=name))
         assert await version(one) == "'1.0'", "and back"

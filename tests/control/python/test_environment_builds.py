@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.environments_ground import attach, context, source_package, stocked
 
 from carrel.config import Settings
@@ -111,7 +112,7 @@ os.chmod(SITE + "/left.py", 0o6777)
         look = (
             f"{info.path}/bin/python -c 'import curious; print(curious.said)'; stat -c %a {info.path}/lib/*/*/left.py"
         )
-        result = await plane.operations.run_command(name, CommandRequest(command=look))
+        result = await plane.operations.run_command(ADMIN, name, CommandRequest(command=look))
         assert result.stdout == "['no token']\n755\n", result.stderr
         await left(plane)
 
@@ -133,7 +134,7 @@ async def test_what_a_source_package_must_not_leave(
         name = await context(plane, index)
         with pytest.raises(kind, match=words):
             await attach(plane, name, "hostile")
-        assert (await plane.environments.list()).items == []
+        assert (await plane.environments.list(ADMIN)).items == []
         await left(plane)
 
 
@@ -141,7 +142,9 @@ async def test_the_manifest(plane: ControlPlane) -> None:
     async with stocked() as index:
         name = await context(plane, index)
         info = await attach(plane, name, "Shelf==1.0")
-        text = await plane.operations.run_command(name, CommandRequest(command=f"cat {info.path}/carrel-env.json"))
+        text = await plane.operations.run_command(
+            ADMIN, name, CommandRequest(command=f"cat {info.path}/carrel-env.json")
+        )
         manifest = json.loads(text.stdout)
         assert manifest["imports"] == ["shelf"] and manifest["python"] == info.python
         assert [each["name"] for each in manifest["packages"]] == ["plank", "shelf"]

@@ -4,12 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.environments_ground import attach, context, sources, stocked
 from tests.support.sandboxes import until
 
 from carrel.audit import Filter, chain_of
 from carrel.config import Settings
 from carrel.control.operations.call import Call
+from carrel.control.operations.caller import OWN_WORK
 from carrel.control.plane import ControlPlane
 from carrel.errors import Conflict, Denied, Unsupported
 from carrel.models import (
@@ -37,12 +39,12 @@ async def test_it_is_decided_as_the_install_it_stands_for(plane: ControlPlane) -
             other, PolicyDocuments(sources=sources(index, blocked_packages=["plank"])), "tests"
         )
         with pytest.raises(Denied, match="plank is blocked"):
-            await plane.envs.attach(other, EnvironmentAttach(env=shelf.name))
+            await plane.envs.attach(ADMIN, other, EnvironmentAttach(env=shelf.name))
         strict = {"permissions": {"allow": ["shell(echo:*)"], "deny": ["shell(pip:*)"]}}
         await plane.policy_changes.put(name, PolicyDocuments(settings=strict, sources=sources(index)), "tests")
         for request in (EnvironmentAttach(requirements=["nail"]), EnvironmentAttach(env=ready.name)):
             with pytest.raises(Denied) as caught:
-                await plane.envs.attach(name, request)
+                await plane.envs.attach(ADMIN, name, request)
             assert caught.value.rule == "shell(pip:*)"
 
         async def recorded() -> bool:
@@ -55,7 +57,7 @@ async def test_it_is_decided_as_the_install_it_stands_for(plane: ControlPlane) -
 
 
 async def test_a_provider_that_isolates_nothing_has_none(plane: ControlPlane) -> None:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="p", provider="process", trust=Trust.HIGH))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="p", provider="process", trust=Trust.HIGH))
     with pytest.raises(Unsupported, match="environments"):
         await attach(plane, "p", "nail")
 
@@ -68,19 +70,19 @@ async def test_built_without_a_sandbox_under_the_servers_policy(settings: Settin
         plane = await ControlPlane.open(settings.model_copy(update={"policy": policy}))
         try:
             with pytest.raises(Denied, match="blocked"):
-                await plane.envs.build(EnvironmentBuild(requirements=["blocked-thing"]))
-            built = await plane.envs.build(EnvironmentBuild(requirements=["nail"], name="tools"))
+                await plane.envs.build(ADMIN, EnvironmentBuild(requirements=["blocked-thing"]))
+            built = await plane.envs.build(ADMIN, EnvironmentBuild(requirements=["nail"], name="tools"))
             assert built.labels == ["tools"] and built.built_by is None and not built.in_use
-            again = await plane.envs.build(EnvironmentBuild(requirements=["nail"], name="more"))
+            again = await plane.envs.build(ADMIN, EnvironmentBuild(requirements=["nail"], name="more"))
             assert again.labels == ["more", "tools"] and again.name == built.name
-            await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-            assert (await plane.envs.attach("c", EnvironmentAttach(env="tools"))).in_use
+            await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+            assert (await plane.envs.attach(ADMIN, "c", EnvironmentAttach(env="tools"))).in_use
         finally:
             await plane.close()
 
 
 async def run(plane: ControlPlane, name: str, command: str, *, ok: bool = True) -> str:
-    result = await plane.operations.run_command(name, CommandRequest(command=command, timeout=60))
+    result = await plane.operations.run_command(ADMIN, name, CommandRequest(command=command, timeout=60))
     assert not ok or result.exit_code == 0, result.stdout + result.stderr
     return result.stdout + ("" if ok else result.stderr)
 
@@ -88,22 +90,22 @@ async def run(plane: ControlPlane, name: str, command: str, *, ok: bool = True) 
 async def test_the_contexts_own_on_top_of_a_shared_one(plane: ControlPlane) -> None:
     async with stocked() as index:
         name = await context(plane, index, network="allowlist")
-        shared = await plane.envs.attach(name, EnvironmentAttach(requirements=["plank"], venv=True))
+        shared = await plane.envs.attach(ADMIN, name, EnvironmentAttach(requirements=["plank"], venv=True))
         look = "python3 -c 'import plank, nail; print(plank.__file__, nail.__file__)'"
         own = "/workspace/.venv/lib/python3.11/site-packages"
         both = f"{shared.path}/lib/python3.11/site-packages/plank/__init__.py {own}/nail/__init__.py\n"
         assert (await run(plane, name, f"pip install -q nail && {look}")) == both
         assert "already satisfied" in await run(plane, name, "pip install plank")
-        await plane.operations.stop(name)
-        await plane.sessions.deploy_or_resume(SandboxRequest(context_id=name))
+        await plane.operations.stop(ADMIN, name)
+        await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id=name))
         assert (await run(plane, name, look)) == both
-        fork = await plane.snapshots.fork(name, "fork")
+        fork = await plane.snapshots.fork(ADMIN, name, "fork")
         assert (await run(plane, fork.id, look)) == both
-        await plane.operations.terminate(name, TerminateRequest())
+        await plane.operations.terminate(ADMIN, name, TerminateRequest())
         plane.environments.grace_s = 0
         assert await plane.environments._store.holds("fork") == [shared.name]
         with pytest.raises(Conflict, match="in use by fork"):
-            await plane.environments.remove(shared.name)
+            await plane.environments.remove(ADMIN, shared.name)
 
 
 async def test_installed_by_the_agent_and_kept(plane: ControlPlane) -> None:
@@ -147,12 +149,12 @@ async def test_what_policy_denies_outright_is_masked_too(plane: ControlPlane) ->
     async with stocked() as index:
         strict = {"permissions": {"allow": ["shell(sh:*)"], "deny": ["shell(pip:*)", "shell(uv:*)"]}}
         await plane.policy_changes.put("m", PolicyDocuments(settings=strict, sources=sources(index)), "tests")
-        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="m", network=Network.ALLOWLIST))
+        await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="m", network=Network.ALLOWLIST))
         script = (
             "for each in pip uv /etc/carrel/bin/pip /etc/carrel/bin/uv /etc/carrel/tools/uv; do $each --version; done"
         )
-        await plane.own_operations.write_file("m", "s.sh", script.encode())
-        result = await plane.own_operations.run_command("m", CommandRequest(command="sh s.sh"))
+        await plane.own_operations.write_file(OWN_WORK, "m", "s.sh", script.encode())
+        result = await plane.own_operations.run_command(OWN_WORK, "m", CommandRequest(command="sh s.sh"))
         assert result.stdout.count("denied_by_policy") + result.stderr.count("denied_by_policy") == 5
 
 
@@ -163,18 +165,18 @@ async def test_what_was_decided_is_what_is_attached(settings: Settings) -> None:
         policy = settings.policy.model_copy(update={"sources_file": str(file)})
         plane = await ControlPlane.open(settings.model_copy(update={"policy": policy}))
         try:
-            await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-            decided = await plane.envs.build(EnvironmentBuild(requirements=["nail"], name="tools"))
-            other = await plane.envs.build(EnvironmentBuild(requirements=["plank"]))
+            await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+            decided = await plane.envs.build(ADMIN, EnvironmentBuild(requirements=["nail"], name="tools"))
+            other = await plane.envs.build(ADMIN, EnvironmentBuild(requirements=["plank"]))
             decide = plane.policies.decide
 
             async def move_label(asked: Call, workspace: str | None = None) -> Verdict:
                 if asked.name == "attach_env" and asked.arguments["env"] == "tools":
-                    await plane.environments.label(plane.environments.find(other.name), "tools")
+                    await plane.environments.label(plane.environments.find(ADMIN, other.name), "tools")
                 return await decide(asked, workspace)
 
             plane.policies.decide = move_label  # type: ignore[method-assign]
-            assert (await plane.envs.attach("c", EnvironmentAttach(env="tools"))).name == decided.name
-            assert plane.environments.find("tools").name == other.name
+            assert (await plane.envs.attach(ADMIN, "c", EnvironmentAttach(env="tools"))).name == decided.name
+            assert plane.environments.find(ADMIN, "tools").name == other.name
         finally:
             await plane.close()

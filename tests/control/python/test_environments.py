@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.environments_ground import attach, context, source_package, sources, stocked
 from tests.support.indexes import wheel
 from tests.support.sandboxes import until
@@ -19,7 +20,7 @@ from carrel.models import CommandRequest, EnvironmentAttach, PolicyDocuments, St
 
 
 async def said(plane: ControlPlane, name: str, command: str) -> str:
-    result = await plane.operations.run_command(name, CommandRequest(command=command))
+    result = await plane.operations.run_command(ADMIN, name, CommandRequest(command=command))
     assert result.exit_code == 0, result.stderr
     return result.stdout
 
@@ -53,7 +54,7 @@ async def test_sandboxes_find_only_what_they_know(plane: ControlPlane) -> None:
         name = await context(plane, index)
         info = await attach(plane, name, "nail")
         result = await plane.operations.run_command(
-            name, CommandRequest(command=f"ls /envs; touch {info.path}/x; rm -r {info.path}/bin; ls {info.path}")
+            ADMIN, name, CommandRequest(command=f"ls /envs; touch {info.path}/x; rm -r {info.path}/bin; ls {info.path}")
         )
         assert "Permission denied" in result.stderr and "Read-only" in result.stderr
         assert "bin" in result.stdout.split() and "shelf" not in result.stdout
@@ -63,7 +64,7 @@ async def test_progress_and_the_resolvers_own_words(plane: ControlPlane) -> None
     async with stocked() as index:
         name = await context(plane, index)
         lines: list[str] = []
-        await plane.envs.attach(name, EnvironmentAttach(requirements=["nail"]), say=lines.append)
+        await plane.envs.attach(ADMIN, name, EnvironmentAttach(requirements=["nail"]), say=lines.append)
         assert any("Resolved 1 package" in line for line in lines) and "+ nail==1.0" in lines
         with pytest.raises(InvalidRequest, match="nonesuch was not found"):
             await attach(plane, name, "nail", "nonesuch")
@@ -106,20 +107,20 @@ async def test_labels(plane: ControlPlane) -> None:
         name = await context(plane, index)
         one, two = await attach(plane, name, "nail"), await attach(plane, name, "plank")
         records = plane.environments
-        await records.label(records.find(one.name), "tools")
-        assert records.find("tools").name == one.name
-        await records.label(records.find(two.name), "tools")
-        assert records.find("tools").name == two.name and records.find(one.name).labels == []
+        await records.label(records.find(ADMIN, one.name), "tools")
+        assert records.find(ADMIN, "tools").name == one.name
+        await records.label(records.find(ADMIN, two.name), "tools")
+        assert records.find(ADMIN, "tools").name == two.name and records.find(ADMIN, one.name).labels == []
         with pytest.raises(Conflict):
-            await records.label(records.find(one.name), two.name)
-        listed = (await records.list()).items
+            await records.label(records.find(ADMIN, one.name), two.name)
+        listed = (await records.list(ADMIN)).items
         assert {each.name: each.labels for each in listed} == {one.name: [], two.name: ["tools"]}
         assert all(each.in_use and each.built_by == name for each in listed)
         other = await context(plane, index, "other")
-        found = await plane.envs.attach(other, EnvironmentAttach(env="tools"))
+        found = await plane.envs.attach(ADMIN, other, EnvironmentAttach(env="tools"))
         assert found.name == two.name
         with pytest.raises(NotFound):
-            await plane.envs.attach(other, EnvironmentAttach(env="absent"))
+            await plane.envs.attach(ADMIN, other, EnvironmentAttach(env="absent"))
 
 
 async def test_never_removed_while_a_session_has_it(plane: ControlPlane, settings: Settings) -> None:
@@ -131,23 +132,23 @@ async def test_never_removed_while_a_session_has_it(plane: ControlPlane, setting
         environments._settings = settings.envs.model_copy(update={"ttl_days": 1e-9, "keep_free_percent": 50.0})
         assert await environments.evict() == 0
         with pytest.raises(Conflict, match="in use by c"):
-            await environments.remove(info.name)
-        await plane.operations.stop(name)
+            await environments.remove(ADMIN, info.name)
+        await plane.operations.stop(ADMIN, name)
         assert await environments.evict() == 0, "it may be resumed"
-        await plane.operations.terminate(name, TerminateRequest())
+        await plane.operations.terminate(ADMIN, name, TerminateRequest())
         environments.grace_s = 60
         assert await environments.evict() == 0, "somebody may be about to use it"
         environments.grace_s = 0
         assert await environments.evict() == 1
-        assert on_shelf(plane) == [] and (await environments.list()).items == []
+        assert on_shelf(plane) == [] and (await environments.list(ADMIN)).items == []
         assert not list(Path(plane.layout.data_dir, "envs", "drafts").iterdir())
         other = await context(plane, index, "other")
         again = await attach(plane, other, "nail")
         assert again.name == info.name, "the same content has the same name"
-        await plane.operations.terminate(other, TerminateRequest())
-        await environments.remove(again.name)
+        await plane.operations.terminate(ADMIN, other, TerminateRequest())
+        await environments.remove(ADMIN, again.name)
         with pytest.raises(NotFound):
-            await environments.remove(again.name)
+            await environments.remove(ADMIN, again.name)
 
 
 async def test_the_least_used_go_first_when_there_are_too_many(plane: ControlPlane, settings: Settings) -> None:
@@ -156,11 +157,11 @@ async def test_the_least_used_go_first_when_there_are_too_many(plane: ControlPla
             index.add(wheel(name, payload=os.urandom(1 << 20)))
         name = await context(plane, index)
         old, new = await attach(plane, name, "old"), await attach(plane, name, "new")
-        await plane.operations.terminate(name, TerminateRequest())
+        await plane.operations.terminate(ADMIN, name, TerminateRequest())
         environments = plane.environments
         environments.grace_s = 0
         environments._settings = settings.envs.model_copy(update={"max_mb": 2, "keep_free_percent": 0})
-        environments._known[old.name] = replace(environments.find(old.name), last_used_at=1.0)
+        environments._known[old.name] = replace(environments.find(ADMIN, old.name), last_used_at=1.0)
         assert await environments.evict() == 1
         assert on_shelf(plane) == [new.name]
 
@@ -185,7 +186,7 @@ async def test_a_full_disk_while_calls_run(plane: ControlPlane, settings: Settin
                 assert await said(plane, name, f"{info.path}/bin/python -c 'import {package}; print(1)'") == "1\n"
 
         idle = await attach(plane, await context(plane, index, "idle"), "shelf")
-        await plane.operations.terminate("idle", TerminateRequest())
+        await plane.operations.terminate(ADMIN, "idle", TerminateRequest())
         for name, package in ((contexts[0], "nail"), (contexts[1], "nail"), (contexts[1], "plank")):
             await attach(plane, name, package)
         environments.grace_s = 0
@@ -205,7 +206,7 @@ async def test_a_restart_knows_what_is_held(settings: Settings) -> None:
         try:
             name = await context(plane, index)
             info = await attach(plane, name, "nail")
-            await plane.operations.stop(name)
+            await plane.operations.stop(ADMIN, name)
         finally:
             await plane.close()
         shelf = Path(settings.data_dir, "envs")
@@ -218,7 +219,7 @@ async def test_a_restart_knows_what_is_held(settings: Settings) -> None:
             environments.grace_s = 0
             environments._settings = settings.envs.model_copy(update={"ttl_days": 1e-9})
             assert await environments.evict() == 0
-            [listed] = (await environments.list()).items
+            [listed] = (await environments.list(ADMIN)).items
             assert listed.in_use and listed.packages[0].name == "nail"
             await context(plane, index)
             assert await said(plane, name, f"{info.path}/bin/python -c 'import nail; print(nail.version)'") == "1.0\n"
@@ -261,8 +262,8 @@ async def test_one_index_of_several(plane: ControlPlane) -> None:
         name = await context(plane, index)
         await plane.policy_changes.put(name, PolicyDocuments(sources=sources(index, registries=both)), "tests")
         with pytest.raises(InvalidRequest, match="special was not found"):
-            await plane.envs.attach(name, EnvironmentAttach(requirements=["special"], index="main"))
-        found = await plane.envs.attach(name, EnvironmentAttach(requirements=["special"], index="second"))
+            await plane.envs.attach(ADMIN, name, EnvironmentAttach(requirements=["special"], index="main"))
+        found = await plane.envs.attach(ADMIN, name, EnvironmentAttach(requirements=["special"], index="second"))
         assert found.packages[0].name == "special"
 
 
@@ -274,15 +275,15 @@ async def test_a_label_is_given_only_to_what_is_there(plane: ControlPlane, setti
     async with stocked() as index:
         name = await context(plane, index)
         info = await attach(plane, name, "nail")
-        await plane.operations.terminate(name, TerminateRequest())
+        await plane.operations.terminate(ADMIN, name, TerminateRequest())
         environments = plane.environments
         environments.grace_s = 30
         environments._settings = settings.envs.model_copy(update={"ttl_days": 1e-9})
-        old = environments._known[info.name] = replace(environments.find(info.name), last_used_at=1.0)
+        old = environments._known[info.name] = replace(environments.find(ADMIN, info.name), last_used_at=1.0)
         assert (await environments.label(old, "tools")).labels == ["tools"]
         assert await environments.evict() == 0, "whoever has just given it a label wants to use it"
-        await environments.remove("tools")
+        await environments.remove(ADMIN, "tools")
         with pytest.raises(Conflict, match="was removed meanwhile"):
             await environments.label(old, "tools")
         with pytest.raises(NotFound):
-            environments.find("tools")
+            environments.find(ADMIN, "tools")

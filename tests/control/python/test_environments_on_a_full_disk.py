@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.environments_ground import attach, context, stocked
 from tests.support.indexes import IndexServer, wheel
 from tests.support.volumes import unmount
@@ -55,9 +56,9 @@ async def used(plane: ControlPlane, name: str, env: str, number: int) -> None:
     code = (
         f"import heavy{number}, os; print(len(open(os.path.dirname(heavy{number}.__file__) + '/payload', 'rb').read()))"
     )
-    result = await plane.python.run(name, PythonRequest(code=code, env=env))
+    result = await plane.python.run(ADMIN, name, PythonRequest(code=code, env=env))
     assert result.stdout == f"{PAYLOAD}\n", result.stderr
-    cell = await plane.code_contexts.run_cell(name, "a", CellRequest(code=code, env=env))
+    cell = await plane.code_contexts.run_cell(ADMIN, name, "a", CellRequest(code=code, env=env))
     assert cell.stdout == f"{PAYLOAD}\n", cell.error
 
 
@@ -86,7 +87,7 @@ async def test_nothing_in_use_disappears(disk: Path, index: IndexServer, setting
             for number in range(2, CHURN + 2):
                 passing = await context(plane, index, f"passing{number}")
                 await attach(plane, passing, f"heavy{number}")
-                await plane.operations.terminate(passing, TerminateRequest())
+                await plane.operations.terminate(ADMIN, passing, TerminateRequest())
                 removed += await plane.environments.evict()
             return removed
 
@@ -102,7 +103,7 @@ async def test_nothing_in_use_disappears(disk: Path, index: IndexServer, setting
 
         in_use = {name for name, _ in held.values()}
         for idle in left - in_use:
-            await plane.environments.remove(idle)
+            await plane.environments.remove(ADMIN, idle)
         hog = disk / "hog"
         with hog.open("wb") as file, pytest.raises(OSError, match="No space left"):
             while True:
@@ -116,7 +117,7 @@ async def test_nothing_in_use_disappears(disk: Path, index: IndexServer, setting
         await plane.environments.evict()
         for name, (env, number) in held.items():
             await used(plane, name, env, number)
-            assert (await plane.envs.attach(name, EnvironmentAttach(env=env))).in_use
+            assert (await plane.envs.attach(ADMIN, name, EnvironmentAttach(env=env))).in_use
         hog.unlink()
         assert (await attach(plane, "late", "shelf", "nail")).packages
         assert {name for name, _ in held.values()} <= set(os.listdir(disk / "shelf"))

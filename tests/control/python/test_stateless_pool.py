@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.environments_ground import sources, stocked
 from tests.support.sandboxes import ROOT, until
 
 from carrel.audit import Filter, chain_of
 from carrel.config import Settings
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.control.python import stateless_pool as router_module
 from carrel.control.python.stateless_pool import StatelessPool
@@ -63,8 +64,8 @@ def call(
     identity = Identity(subject, OwnerKind.AGENT, frozenset({Scope.OPERATE}))
 
     async def run() -> StatelessResult:
-        caller.set(Caller(identity, approval))
-        return await plane.router.run(StatelessRequest(code=code, **more))  # type: ignore[arg-type]
+        caller = Caller(identity, approval)
+        return await plane.router.run(caller, StatelessRequest(code=code, **more))  # type: ignore[arg-type]
 
     return asyncio.get_running_loop().create_task(run())
 
@@ -176,22 +177,22 @@ async def test_nobody_else_works_in_them(settings: Settings) -> None:
         await until(lambda: idle(plane) == 2)
         used, spare = sorted((each for each in plane.router.table.places), key=lambda each: each.owner is None)
         for subject, place, works in (("a", used, True), ("b", used, False), ("a", spare, False), ("b", spare, False)):
-            token = caller.set(Caller(Identity(f"agent:{subject}", OwnerKind.AGENT, frozenset({Scope.OPERATE}))))
+            caller = Caller(Identity(f"agent:{subject}", OwnerKind.AGENT, frozenset({Scope.OPERATE})))
             try:
                 if works:
-                    await plane.operations.forward(STAT_FILE, place.id, StatRequest(path="."))
+                    await plane.operations.forward(caller, STAT_FILE, place.id, StatRequest(path="."))
                     continue
                 with pytest.raises(NotFound, match="without a context only"):
-                    await plane.operations.run_command(place.id, CommandRequest(command="touch /tmp/planted"))
+                    await plane.operations.run_command(caller, place.id, CommandRequest(command="touch /tmp/planted"))
                 with pytest.raises(NotFound):
-                    await plane.operations.write_file(place.id, "planted", b"x")
+                    await plane.operations.write_file(caller, place.id, "planted", b"x")
                 # An environment below the workspace's own Python would be what the next call runs in.
                 with pytest.raises(NotFound, match="without a context only"):
-                    await plane.envs.attach(place.id, EnvironmentAttach(requirements=["nail"], venv=True))
+                    await plane.envs.attach(caller, place.id, EnvironmentAttach(requirements=["nail"], venv=True))
                 with pytest.raises(NotFound, match="without a context only"):
-                    await plane.envs.detach(place.id, "nail")
+                    await plane.envs.detach(caller, place.id, "nail")
             finally:
-                caller.reset(token)
+                caller = ADMIN
         assert (await call(plane, LOOK, "agent:b")).output == (await call(plane, LOOK)).output
 
 
@@ -261,7 +262,7 @@ async def test_who_does_not_send_its_files_loses_the_sandbox(
             await stuck.wait()
 
         async def send() -> None:
-            async with plane.router.running(StatelessRequest(code="1"), put):
+            async with plane.router.running(ADMIN, StatelessRequest(code="1"), put):
                 pass
 
         sending = asyncio.get_running_loop().create_task(send())
@@ -290,7 +291,7 @@ async def test_a_sandbox_that_dies(settings: Settings) -> None:
         assert (await call(plane, "print(3)")).output == "3\n"
         await settled(plane)
         [box] = plane.sessions.live()
-        await plane.sessions.terminate(box.record.id)
+        await plane.sessions.terminate(ADMIN, box.record.id)
         assert not plane.router.table.places, "the table follows"
 
 
@@ -299,7 +300,7 @@ async def test_what_a_server_left_is_ended(settings: Settings) -> None:
         await call(plane, "1")
         await settled(plane)
         [used] = plane.sessions.live()
-        kept, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="kept"))
+        kept, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="kept"))
         after = StatelessPool(
             settings.router, plane.sessions, plane.operations, plane.own_operations, plane.python, plane.packages,
             plane.metrics,
@@ -351,10 +352,10 @@ async def test_an_approval_is_the_callers_whichever_sandbox_answers(settings: Se
         with pytest.raises(ApprovalNeeded) as other:
             await call(plane, "print(1)", "agent:b")
         assert other.value.extra["approval"] != approval
-        await plane.decisions.decide(approval, ApprovalDecision(approve=True), PERSON)
+        await plane.decisions.decide(Caller(PERSON), approval, ApprovalDecision(approve=True))
         await settled(plane)
         for box in plane.sessions.live():
-            await plane.sessions.terminate(box.record.id)
+            await plane.sessions.terminate(ADMIN, box.record.id)
         assert not plane.router.table.places
         for code, subject, more in (
             ("print(2)", "agent:a", {}),

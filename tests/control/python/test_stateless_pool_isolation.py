@@ -17,7 +17,7 @@ from tests.support.environments_ground import sources, stocked
 from tests.support.sandboxes import ROOT
 
 from carrel.config import Settings
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import StatelessRequest, StatelessResult
@@ -117,12 +117,12 @@ async def shared(settings: Settings) -> AsyncIterator[ControlPlane]:
 
 
 async def run(plane: ControlPlane, me: str, given: Call) -> StatelessResult:
-    caller.set(Caller(Identity(f"agent:{given.client}", OwnerKind.AGENT, frozenset({Scope.OPERATE}))))
+    caller = Caller(Identity(f"agent:{given.client}", OwnerKind.AGENT, frozenset({Scope.OPERATE})))
     code = CODE.format(me=me, leaves=sorted(given.leaves), env=given.env)
     files = {f"given-{me}": b64encode(me.encode()).decode()}
     wanted = None if given.env is None else [given.env]
     return await plane.router.run(
-        StatelessRequest(code=code, template=given.template, requirements=wanted, files=files)
+        caller, StatelessRequest(code=code, template=given.template, requirements=wanted, files=files)
     )
 
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.environments_ground import attach, sources, stocked
 from tests.support.indexes import IndexServer, wheel
 from tests.support.sandboxes import until
@@ -42,16 +43,16 @@ def template(settings: Settings, index: IndexServer, name: str = "boards", recip
 
 async def made(plane: ControlPlane, name: str | None = "c", **more: object) -> str:
     request = SandboxRequest(context_id=name, template="boards", **more)  # type: ignore[arg-type]
-    return (await plane.operations.deploy_or_resume(request))[0].id
+    return (await plane.operations.deploy_or_resume(ADMIN, request))[0].id
 
 
 async def python(plane: ControlPlane, box: str, code: str) -> str:
-    result = await plane.python.run(box, PythonRequest(code=code))
+    result = await plane.python.run(ADMIN, box, PythonRequest(code=code))
     return result.stdout + result.stderr
 
 
 async def command(plane: ControlPlane, box: str, text: str) -> str:
-    result = await plane.operations.run_command(box, CommandRequest(command=text, timeout=60))
+    result = await plane.operations.run_command(ADMIN, box, CommandRequest(command=text, timeout=60))
     return result.stdout + result.stderr
 
 
@@ -61,17 +62,17 @@ async def test_all_python_of_its_sandboxes_has_them(plane: ControlPlane, setting
         box = await made(plane, network="allowlist")
         assert await python(plane, box, LOADED) == "[True, False]\n", "what the template says is imported ahead"
         assert await python(plane, box, "import shelf; print(shelf.version)") == "1.0\n"
-        cell = await plane.code_contexts.run_cell(box, "a", CellRequest(code="import shelf; shelf.version"))
+        cell = await plane.code_contexts.run_cell(ADMIN, box, "a", CellRequest(code="import shelf; shelf.version"))
         assert cell.text == "'1.0'"
-        done = await plane.tools.execute(box, ExecuteRequest(language="python", code="import shelf; print(1)"))
+        done = await plane.tools.execute(ADMIN, box, ExecuteRequest(language="python", code="import shelf; print(1)"))
         assert done.output == "1\n"
         path = (await command(plane, box, "python3 -c 'import shelf, sys; print(sys.prefix)'")).strip()
-        assert path == f"/envs/{(await plane.envs.list(box)).items[0].name}"
+        assert path == f"/envs/{(await plane.envs.list(ADMIN, box)).items[0].name}"
         assert await command(plane, box, "echo $CARREL_ENV; echo $PATH") == (
             f"{path}\n/etc/carrel/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:"
             f"/workspace/.venv/bin:{path}/bin\n"
         )
-        bare = (await plane.operations.deploy_or_resume(SandboxRequest(context_id="bare")))[0].id
+        bare = (await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="bare")))[0].id
         assert "No module named 'shelf'" in await python(plane, bare, "import shelf")
 
 
@@ -89,9 +90,9 @@ async def test_what_an_agent_installs_comes_on_top(plane: ControlPlane, settings
             assert await python(plane, box, look) == "envs workspace\n"
             assert await command(plane, box, f'python3 -c "{look}"') == "envs workspace\n"
             assert await python(plane, box, LOADED) == "[True, False]\n", "also there it is imported ahead"
-            await plane.operations.stop(box)
+            await plane.operations.stop(ADMIN, box)
             assert await made(plane) == box
-        fork = await plane.snapshots.fork("c", "fork")
+        fork = await plane.snapshots.fork(ADMIN, "c", "fork")
         assert await command(plane, fork.id, f'python3 -c "{look}"') == "envs workspace\n"
         assert "nail" in await command(plane, box, "python3 -m pip list; python3 -m pip uninstall -y nail")
         assert "No module named 'nail'" in await python(plane, box, look)
@@ -103,7 +104,7 @@ async def test_a_virtual_environment_that_was_there_before_gets_them(plane: Cont
         box = await made(plane, network="allowlist")
         assert await command(plane, box, "pip install -q nail") == ""
         (folder / "template.toml").write_text('packages = ["shelf"]')
-        await plane.operations.stop(box)
+        await plane.operations.stop(ADMIN, box)
         await until(lambda: _has_packages(plane))
         await made(plane)
         assert await command(plane, box, "python3 -c 'import shelf, nail; print(1)'") == "1\n"
@@ -123,12 +124,12 @@ async def test_built_once_however_many_ask(plane: ControlPlane, settings: Settin
             "/pool/plank/plank-1.0-py3-none-any.whl",
             "/pool/shelf/shelf-1.0-py3-none-any.whl",
         ]
-        [listed] = (await plane.packages.environments()).items
+        [listed] = (await plane.packages.environments(ADMIN)).items
         assert listed.templates == ["boards"] and listed.in_use
         plane.environments.grace_s = 0
         plane.environments._settings = settings.envs.model_copy(update={"ttl_days": 1e-9})
         assert await plane.environments.evict() == 0
-        done = await plane.router.run(StatelessRequest(code="import shelf; print(2)", template="boards"))
+        done = await plane.router.run(ADMIN, StatelessRequest(code="import shelf; print(2)", template="boards"))
         assert done.output == "2\n"
 
 
@@ -178,9 +179,9 @@ async def test_what_is_blocked_is_told_and_commands_go_on(
                 await python(plane, box, "print(1)")
             assert caught.value.field == "template" and caught.value.hint
         with pytest.raises(PlatformError, match="plank"):
-            await plane.code_contexts.run_cell(box, "a", CellRequest(code="1"))
+            await plane.code_contexts.run_cell(ADMIN, box, "a", CellRequest(code="1"))
         assert await command(plane, box, "echo on") == "on\n"
-        assert (await plane.envs.list(box)).items == [], "also though it lies ready"
+        assert (await plane.envs.list(ADMIN, box)).items == [], "also though it lies ready"
         assert await python(plane, "first", "import shelf; print(1)") == "1\n"
         await plane.policy_changes.put("c", PolicyDocuments(sources=sources(index)), "tests")
         with pytest.raises(PlatformError):
@@ -199,7 +200,7 @@ async def test_who_comes_while_they_are_built_waits_or_is_told(
         box = await made(plane)
         calls = [asyncio.create_task(python(plane, box, "import shelf; print(1)")) for _ in range(2)]
         lines: list[str] = []
-        asked = asyncio.create_task(plane.envs.attach(box, EnvironmentAttach(template=True), say=lines.append))
+        asked = asyncio.create_task(plane.envs.attach(ADMIN, box, EnvironmentAttach(template=True), say=lines.append))
         await until(lambda: index.files_asked() or None, 30)
         monkeypatch.setattr(module, "WAIT_S", 0.05)
         with pytest.raises(Conflict, match="'boards' are still being built") as caught:
@@ -207,14 +208,14 @@ async def test_who_comes_while_they_are_built_waits_or_is_told(
         assert caught.value.extra["retry"] is True
         monkeypatch.setattr(module, "WAIT_S", 30.0)
         waiting = asyncio.create_task(command(plane, box, "python3 -c 'import shelf; print(2)'"))
-        await plane.operations.write_file(box, "free", b"files need no Python")
+        await plane.operations.write_file(ADMIN, box, "free", b"files need no Python")
         index.gate.set()
         assert await asyncio.gather(*calls, waiting) == ["1\n", "1\n", "2\n"]
         info = await asked
         assert info.requirements == ["shelf"] and any("shelf" in line for line in lines), lines
         with pytest.raises(NotFound, match="no packages"):
-            bare = (await plane.operations.deploy_or_resume(SandboxRequest()))[0].id
-            await plane.envs.attach(bare, EnvironmentAttach(template=True))
+            bare = (await plane.operations.deploy_or_resume(ADMIN, SandboxRequest()))[0].id
+            await plane.envs.attach(ADMIN, bare, EnvironmentAttach(template=True))
 
 
 async def test_after_a_restart_of_the_server_they_are_there(plane: ControlPlane, settings: Settings) -> None:
@@ -228,7 +229,7 @@ async def test_after_a_restart_of_the_server_they_are_there(plane: ControlPlane,
         other = await made(plane, "other")
         named = await attach(plane, other, "nail")
         assert await python(plane, other, "import shelf; print(1)") == "1\n"
-        result = await plane.python.run(other, PythonRequest(code="import nail, shelf", env=named.name))
+        result = await plane.python.run(ADMIN, other, PythonRequest(code="import nail, shelf", env=named.name))
         assert "No module named 'shelf'" in result.stderr, "an environment that is named is all there is"
 
 
@@ -246,16 +247,16 @@ async def test_one_that_was_built_stays_the_one(settings: Settings) -> None:
         plane = await ControlPlane.open(settings)
         try:
             assert await python(plane, await made(plane, "b"), "import shelf; print(shelf.version)") == "1.0\n"
-            assert index.asked == [] and len((await plane.environments.list()).items) == 1
+            assert index.asked == [] and len((await plane.environments.list(ADMIN)).items) == 1
             index.broken = 500
             assert await python(plane, await made(plane, "c"), "import shelf; print(shelf.version)") == "1.0\n"
             index.broken = None
             for name in ("a", "b", "c"):
-                await plane.operations.terminate(name, TerminateRequest())
-            [listed] = (await plane.environments.list()).items
-            await plane.environments.remove(listed.name)
+                await plane.operations.terminate(ADMIN, name, TerminateRequest())
+            [listed] = (await plane.environments.list(ADMIN)).items
+            await plane.environments.remove(ADMIN, listed.name)
             assert (await python(plane, await made(plane, "d"), "import shelf; print(shelf.version)"))[1:] == ".0\n"
-            assert len((await plane.environments.list()).items) == 1, "built anew"
+            assert len((await plane.environments.list(ADMIN)).items) == 1, "built anew"
         finally:
             await plane.close()
 
@@ -279,6 +280,6 @@ async def test_packages_that_are_none(plane: ControlPlane, settings: Settings) -
             with pytest.raises(InvalidRequest, match=rf"broken{number}/template\.toml"):
                 await plane.templates.get(f"broken{number}")
         template(settings, index, "old", 'packages = ["shelf"]\npython = "3.99"')
-        info, _ = await plane.operations.deploy_or_resume(SandboxRequest(template="old"))
+        info, _ = await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(template="old"))
         with pytest.raises(PlatformError, match=r"there is no Python 3\.99 here"):
             await python(plane, info.id, "print(1)")

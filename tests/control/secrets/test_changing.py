@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import SecretStr
+from tests.support.calls import ADMIN
 from tests.support.sandboxes import until
 
 from carrel.config import Settings
@@ -34,19 +35,19 @@ def settings(settings: Settings) -> Settings:
 async def test_a_stream_that_is_open_already_does_not_show_a_secret_put_since(
     plane: ControlPlane, before: str | None
 ) -> None:
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     if before is not None:
         await plane.secrets.put("c", "PASSWORD", before.encode())
     command = "echo ready; read line; cat /run/secrets/PASSWORD; echo; echo done"
-    started = await plane.operations.start_command("c", CommandRequest(command=command, interactive=True))
+    started = await plane.operations.start_command(ADMIN, "c", CommandRequest(command=command, interactive=True))
     shown = b""
-    async with aclosing(plane.operations.command_output("c", started.id)) as chunks:  # type: ignore[type-var]
+    async with aclosing(plane.operations.command_output(ADMIN, "c", started.id)) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
             if chunk.stream != "end":
                 shown += chunk.data
             if chunk.data == b"ready\n":
                 await plane.secrets.put("c", "PASSWORD", NEW.encode())
-                await plane.operations.send_input("c", started.id, b"go\n")
+                await plane.operations.send_input(ADMIN, "c", started.id, b"go\n")
     assert shown == b"ready\n[secret:PASSWORD]\ndone\n"
 
 
@@ -71,7 +72,7 @@ async def test_what_takes_out_secrets_is_not_older_than_the_last_change(plane: C
 
 
 async def test_what_a_sandbox_gets_is_taken_out_also_when_another_server_put_it_on_the_way(plane: ControlPlane) -> None:
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     store, vault, put = plane.secret_values._store, plane.secret_values._vault, plane.secrets.put
     await put("c", "PASSWORD", OLD.encode())
     look, waiting = store.of_scope, True
@@ -95,14 +96,14 @@ async def test_what_a_sandbox_gets_is_taken_out_also_when_another_server_put_it_
 
     store.of_scope = overtaken  # type: ignore[method-assign]
     await plane.attachments.secrets.refresh(plane.sessions.live()[0])
-    result = await plane.operations.run_command("c", CommandRequest(command="cat /run/secrets/PASSWORD"))
+    result = await plane.operations.run_command(ADMIN, "c", CommandRequest(command="cat /run/secrets/PASSWORD"))
     assert result.stdout == "[secret:PASSWORD]"
 
 
 async def test_changes_at_once_reach_the_sandbox_in_their_order(
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     deliver, inside, most = SupervisorClient.put_secrets, 0, 0
 
     async def watched(supervisor: SupervisorClient, values: Mapping[str, bytes]) -> None:
@@ -117,7 +118,7 @@ async def test_changes_at_once_reach_the_sandbox_in_their_order(
     monkeypatch.setattr(SupervisorClient, "put_secrets", watched)
     await asyncio.gather(*(plane.secrets.put("c", f"N{number}", NEW.encode()) for number in range(8)))
     assert most == 1, "or an older set could replace a newer one"
-    listed = await plane.operations.run_command("c", CommandRequest(command="ls /run/secrets"))
+    listed = await plane.operations.run_command(ADMIN, "c", CommandRequest(command="ls /run/secrets"))
     assert listed.stdout.split() == [f"N{number}" for number in range(8)]
 
 
@@ -128,7 +129,7 @@ async def test_a_sandbox_that_is_gone_keeps_no_other_from_a_changed_secret(setti
     plane = await ControlPlane.open(settings)
     try:
         for name in ("a", "b", "c"):
-            await plane.operations.deploy_or_resume(SandboxRequest(context_id=name, template="numbers"))
+            await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id=name, template="numbers"))
         first = plane.sessions.live()[0]
         os.unlink(str(first.handle["socket"]))
         first.connection.close()
@@ -137,7 +138,7 @@ async def test_a_sandbox_that_is_gone_keeps_no_other_from_a_changed_secret(setti
         others = [box.record.context_id for box in plane.sessions.live() if box is not first]
         assert len(others) == 2
         for name in others:
-            found = await plane.operations.run_command(str(name), CommandRequest(command="ls /run/secrets"))
+            found = await plane.operations.run_command(ADMIN, str(name), CommandRequest(command="ls /run/secrets"))
             assert found.stdout == "PASSWORD\n"
     finally:
         await plane.close()
@@ -149,7 +150,7 @@ async def test_what_another_server_changed_reaches_a_sandbox_that_runs(
     planes = [await ControlPlane.open(each.model_copy(update={"secret_key": KEY})) for each in node_settings]
     here, there = planes
     try:
-        await here.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+        await here.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
         delivered, deliver = 0, SupervisorClient.put_secrets
 
         async def counted(supervisor: SupervisorClient, values: Mapping[str, bytes]) -> None:
@@ -161,16 +162,16 @@ async def test_what_another_server_changed_reaches_a_sandbox_that_runs(
         command = CommandRequest(command="cat /run/secrets/*")
         await there.secrets.put("c", "PASSWORD", OLD.encode())
         await until(lambda: delivered == 1, what="the secret, brought by the upkeep")
-        assert (await here.operations.run_command("c", command)).stdout == "[secret:PASSWORD]"
+        assert (await here.operations.run_command(ADMIN, "c", command)).stdout == "[secret:PASSWORD]"
         await there.secrets.put("c", "PASSWORD", NEW.encode())
         await here.attachments.secrets.catch_up()  # type: ignore[attr-defined]
-        assert (await here.operations.run_command("c", command)).stdout == "[secret:PASSWORD]"
+        assert (await here.operations.run_command(ADMIN, "c", command)).stdout == "[secret:PASSWORD]"
         await here.attachments.secrets.catch_up()  # type: ignore[attr-defined]
         await here.secrets.put("c", "PASSWORD", NEW.encode())
         assert delivered == 2, "what it has already is not brought again"
         await there.secrets.delete("c", "PASSWORD")
         await here.attachments.secrets.catch_up()  # type: ignore[attr-defined]
-        gone = await here.operations.run_command("c", CommandRequest(command="ls /run/secrets"))
+        gone = await here.operations.run_command(ADMIN, "c", CommandRequest(command="ls /run/secrets"))
         assert (gone.stdout, delivered) == ("", 3)
     finally:
         for each in planes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.environments_ground import attach, context, sources, stocked
 
 from carrel.config import Settings
@@ -29,14 +30,14 @@ def _files(plane: ControlPlane, name: str) -> bool:
 async def test_no_room_for_its_sandbox(settings: Settings) -> None:
     plane = await ControlPlane.open(settings.model_copy(update={"max_sandboxes": 1}))
     try:
-        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="origin"))
+        await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="origin"))
         await plane.policy_changes.put("origin", PolicyDocuments(settings=RULES), "tests")
         await plane.policy_changes.put("known", PolicyDocuments(settings=EARLIER), "tests")
         await plane.secrets.put("known", "KEY", b"given-before")
         await plane.secrets.put("origin", "OTHER", b"of-the-origin")
         for name, before in (("fresh", None), ("known", EARLIER)):
             with pytest.raises(LimitExceeded):
-                await plane.snapshots.fork("origin", name)
+                await plane.snapshots.fork(ADMIN, "origin", name)
             assert await _settings(plane, name) == before and not _files(plane, name)
         assert [each.name for each in (await plane.secrets.list("known")).items] == ["KEY"]
         assert (await plane.secrets.list("fresh")).items == [], "no secret stays with a fork that was not made"
@@ -45,14 +46,14 @@ async def test_no_room_for_its_sandbox(settings: Settings) -> None:
 
 
 async def test_its_files_cannot_be_had(plane: ControlPlane) -> None:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="origin"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="origin"))
     await plane.policy_changes.put("origin", PolicyDocuments(settings=RULES), "tests")
-    snapshot = await plane.snapshots.take("origin")
+    snapshot = await plane.snapshots.take(ADMIN, "origin")
     plane.driver.delete_snapshot(snapshot.id)
     with pytest.raises(CarrelError):
-        await plane.snapshots.fork("origin", "twin", snapshot.id)
+        await plane.snapshots.fork(ADMIN, "origin", "twin", snapshot.id)
     assert await _settings(plane, "twin") is None and not _files(plane, "twin")
-    twin = await plane.snapshots.fork("origin", "twin")
+    twin = await plane.snapshots.fork(ADMIN, "origin", "twin")
     assert twin.state is State.RUNNING and await _settings(plane, "twin") == RULES
 
 
@@ -60,7 +61,7 @@ async def test_its_sandbox_does_not_start(plane: ControlPlane) -> None:
     async with stocked() as index:
         origin = await context(plane, index, "origin")
         env = await attach(plane, origin, "nail")
-        await plane.mcp.add(origin, "notes", McpServerRequest(command=["true"]))
+        await plane.mcp.add(ADMIN, origin, "notes", McpServerRequest(command=["true"]))
         let_out, failing = plane.egress.attach, True
 
         async def fail(box: LiveSandbox) -> None:
@@ -70,7 +71,7 @@ async def test_its_sandbox_does_not_start(plane: ControlPlane) -> None:
 
         plane.egress.attach = fail  # type: ignore[method-assign]
         with pytest.raises(PlatformError, match="not now"):
-            await plane.snapshots.fork(origin, "twin")
+            await plane.snapshots.fork(ADMIN, origin, "twin")
         with pytest.raises(NotFound):
             await plane.sessions.record("twin")
         assert (await plane.policies.get("twin")).sources is None and not _files(plane, "twin")
@@ -78,7 +79,7 @@ async def test_its_sandbox_does_not_start(plane: ControlPlane) -> None:
         assert await plane.mcp._store.list("twin") == []
 
         failing = False
-        twin = await plane.snapshots.fork(origin, "twin")
+        twin = await plane.snapshots.fork(ADMIN, origin, "twin")
         assert twin.state is State.RUNNING and (await plane.policies.get("twin")).sources == sources(index)
-        assert [each.name for each in (await plane.envs.list("twin")).items] == [env.name]
-        assert [each.name for each in (await plane.mcp.list("twin")).items] == ["notes"]
+        assert [each.name for each in (await plane.envs.list(ADMIN, "twin")).items] == [env.name]
+        assert [each.name for each in (await plane.mcp.list(ADMIN, "twin")).items] == ["notes"]

@@ -4,6 +4,7 @@ import asyncio
 import os
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.killed import killed
 
 from carrel.config import Settings
@@ -24,15 +25,15 @@ async def _let_leases_end(plane: ControlPlane, seconds: float = 3600.0) -> None:
 
 async def test_a_session_is_on_one_server_at_a_time(nodes: list[ControlPlane]) -> None:
     a, b = nodes
-    info, started = await a.sessions.deploy_or_resume(REQUEST)
+    info, started = await a.sessions.deploy_or_resume(ADMIN, REQUEST)
     assert started and info.node == "a"
     for call in (
-        b.sessions.deploy_or_resume(REQUEST),
+        b.sessions.deploy_or_resume(ADMIN, REQUEST),
         b.sessions.stop("c"),
-        b.sessions.terminate("c"),
+        b.sessions.terminate(ADMIN, "c"),
         b.sessions.find("c"),
         b.sessions.usage("c"),
-        b.snapshots.take("c"),
+        b.snapshots.take(ADMIN, "c"),
     ):
         with pytest.raises(RunsElsewhere, match="'a'") as caught:
             await call
@@ -40,11 +41,11 @@ async def test_a_session_is_on_one_server_at_a_time(nodes: list[ControlPlane]) -
     assert (await b.sessions.get("c")).state is State.RUNNING
     await a.janitor.renew_leases()
     await b.janitor.renew_leases()
-    assert (await a.operations.run_command("c", CommandRequest(command="true"))).ok
+    assert (await a.operations.run_command(ADMIN, "c", CommandRequest(command="true"))).ok
 
 
 async def test_many_at_once_on_two_servers_make_one_sandbox(nodes: list[ControlPlane]) -> None:
-    calls = [nodes[number % 2].sessions.deploy_or_resume(REQUEST) for number in range(20)]
+    calls = [nodes[number % 2].sessions.deploy_or_resume(ADMIN, REQUEST) for number in range(20)]
     results = await asyncio.gather(*calls, return_exceptions=True)
     made = [result for result in results if not isinstance(result, BaseException)]
     assert len({info.id for info, _ in made}) == 1
@@ -57,42 +58,42 @@ async def test_many_at_once_on_two_servers_make_one_sandbox(nodes: list[ControlP
 
 async def test_a_server_whose_lease_was_taken_gives_its_sandbox_up(nodes: list[ControlPlane]) -> None:
     a, b = nodes
-    info, _ = await a.sessions.deploy_or_resume(REQUEST)
-    await a.operations.write_file("c", "kept", b"archived")
+    info, _ = await a.sessions.deploy_or_resume(ADMIN, REQUEST)
+    await a.operations.write_file(ADMIN, "c", "kept", b"archived")
     await a.snapshots.checkpoint(await a.sessions.record("c"))
-    await a.operations.write_file("c", "kept", b"lost with its server")
+    await a.operations.write_file(ADMIN, "c", "kept", b"lost with its server")
     await _let_leases_end(a)
-    resumed, started = await b.sessions.deploy_or_resume(REQUEST)
+    resumed, started = await b.sessions.deploy_or_resume(ADMIN, REQUEST)
     assert (resumed.id, resumed.node, started) == (info.id, "b", True)
-    assert (await b.operations.run_command("c", CommandRequest(command="cat kept"))).stdout == "archived"
+    assert (await b.operations.run_command(ADMIN, "c", CommandRequest(command="cat kept"))).stdout == "archived"
     with pytest.raises(Conflict, match="lease"):
         await a.snapshots._notes.write(await a.sessions.record("c"), notice="a does not know yet")
     await a.janitor.renew_leases()
     assert a.sessions.live() == []
     assert (await b.sessions.get("c")).state is State.RUNNING
     await b.janitor.renew_leases()
-    assert (await b.operations.run_command("c", CommandRequest(command="true"))).ok
+    assert (await b.operations.run_command(ADMIN, "c", CommandRequest(command="true"))).ok
 
 
 async def test_a_late_renewal_is_no_loss_when_nobody_took_the_session(nodes: list[ControlPlane]) -> None:
     a, _ = nodes
-    await a.sessions.deploy_or_resume(REQUEST)
+    await a.sessions.deploy_or_resume(ADMIN, REQUEST)
     box = await a.sessions.find("c")
     fence = box.record.fence
     await _let_leases_end(a)
     box.leased_until = 0.0
     with pytest.raises(PlatformError, match="could not be renewed"):
-        await a.operations.run_command("c", CommandRequest(command="true"))
+        await a.operations.run_command(ADMIN, "c", CommandRequest(command="true"))
     await a.janitor.renew_leases()
     assert box.record.fence > fence
-    assert (await a.operations.run_command("c", CommandRequest(command="true"))).ok
+    assert (await a.operations.run_command(ADMIN, "c", CommandRequest(command="true"))).ok
     await a.sessions.stop("c")
 
 
 async def test_the_sessions_of_a_silent_server_are_settled(nodes: list[ControlPlane]) -> None:
     a, b = nodes
-    await a.sessions.deploy_or_resume(REQUEST)
-    fleeting, _ = await a.sessions.deploy_or_resume(SandboxRequest())
+    await a.sessions.deploy_or_resume(ADMIN, REQUEST)
+    fleeting, _ = await a.sessions.deploy_or_resume(ADMIN, SandboxRequest())
     await b.janitor.renew_leases()
     assert (await b.sessions.get("c")).state is State.RUNNING, "its lease holds"
     await _let_leases_end(a)
@@ -100,7 +101,7 @@ async def test_the_sessions_of_a_silent_server_are_settled(nodes: list[ControlPl
     found = await b.sessions.get("c")
     assert (found.state, found.notice) == (State.STOPPED, "server 'a' no longer answers")
     assert (await b.sessions.get(fleeting.id)).state is State.TERMINATED
-    resumed, _ = await b.sessions.deploy_or_resume(REQUEST)
+    resumed, _ = await b.sessions.deploy_or_resume(ADMIN, REQUEST)
     assert resumed.notice is not None and "had archived nothing" in resumed.notice
     await a.janitor.renew_leases()
     assert a.sessions.live() == [], "it is shut out even if it comes back"
@@ -109,21 +110,21 @@ async def test_the_sessions_of_a_silent_server_are_settled(nodes: list[ControlPl
 
 async def test_a_server_that_was_thought_dead_and_is_back_goes_on(nodes: list[ControlPlane]) -> None:
     a, b = nodes
-    await a.sessions.deploy_or_resume(REQUEST)
+    await a.sessions.deploy_or_resume(ADMIN, REQUEST)
     await _let_leases_end(a)
     await b.janitor.renew_leases()
     assert (await b.sessions.get("c")).state is State.STOPPED
     await a.janitor.renew_leases()
     found = await b.sessions.get("c")
     assert (found.state, found.node, found.notice) == (State.RUNNING, "a", None)
-    assert (await a.operations.run_command("c", CommandRequest(command="true"))).ok
+    assert (await a.operations.run_command(ADMIN, "c", CommandRequest(command="true"))).ok
     with pytest.raises(RunsElsewhere):
-        await b.sessions.deploy_or_resume(REQUEST)
+        await b.sessions.deploy_or_resume(ADMIN, REQUEST)
 
 
 async def test_a_restarted_server_has_its_sessions_back_at_once(node_settings: list[Settings]) -> None:
     first = await ControlPlane.open(node_settings[0])
-    await first.sessions.deploy_or_resume(REQUEST)
+    await first.sessions.deploy_or_resume(ADMIN, REQUEST)
     fence = (await first.sessions.record("c")).fence
     await killed(first)
     second = await ControlPlane.open(node_settings[0])  # as if the first had been killed

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.calls import ADMIN
 
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions.masks import hides, masks_of, unmasked
@@ -141,33 +142,33 @@ async def test_a_denied_program_cannot_be_run_from_a_script_either(plane: Contro
         }
     }  # fmt: skip
     await plane.policy_changes.put("c", PolicyDocuments.model_validate({"settings": settings}), "person:ann")
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     with pytest.raises(Denied):
-        await plane.operations.run_command("c", CommandRequest(command="head -1 /dev/null"))
-    await plane.operations.write_file("c", "data/script", b"head -c 3 /dev/zero\n")
-    result = await plane.operations.run_command("c", CommandRequest(command="sh data/script"))
+        await plane.operations.run_command(ADMIN, "c", CommandRequest(command="head -1 /dev/null"))
+    await plane.operations.write_file(ADMIN, "c", "data/script", b"head -c 3 /dev/zero\n")
+    result = await plane.operations.run_command(ADMIN, "c", CommandRequest(command="sh data/script"))
     assert result.exit_code == 126
     assert json.loads(result.stderr)["rule"] == "shell(head:*)"
     code = "import subprocess; print(subprocess.run(['/usr/bin/head']).returncode); open('/etc/passwd')"
-    result = await plane.operations.run_command("c", CommandRequest(command=["python3", "-c", code]))
+    result = await plane.operations.run_command(ADMIN, "c", CommandRequest(command=["python3", "-c", code]))
     assert result.stdout == "126\n" and "PermissionError" in result.stderr
     code = "open('data/x', 'w'); open('x', 'w')"
-    result = await plane.operations.run_command("c", CommandRequest(command=["python3", "-c", code]))
+    result = await plane.operations.run_command(ADMIN, "c", CommandRequest(command=["python3", "-c", code]))
     assert "Read-only file system: 'x'" in result.stderr
 
 
 async def test_a_changed_policy_holds_inside_after_a_restart(plane: ControlPlane) -> None:
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     settings = {"permissions": {"allow": ["shell(sh:*)"], "deny": ["shell(head:*)"]}}
     given = PolicyDocuments.model_validate({"settings": settings})
     assert (await plane.policy_changes.put("c", given, "person:ann")).restart_needed
     request = CommandRequest(command=["sh", "-c", "eval 'hea'd' -c 1 /dev/zero'"])
     with pytest.raises(Denied):
-        await plane.operations.run_command("c", CommandRequest(command="head x"))
+        await plane.operations.run_command(ADMIN, "c", CommandRequest(command="head x"))
     restarted = await plane.policy_changes.put("c", given.model_copy(update={"restart": True}), "person:ann")
     assert not restarted.restart_needed
     await plane.policy_changes.delete("c")
-    assert (await plane.operations.run_command("c", request)).exit_code == 126
+    assert (await plane.operations.run_command(ADMIN, "c", request)).exit_code == 126
     assert (
         await plane.policy_changes.put("c", PolicyDocuments.model_validate({"settings": None}), "person:ann")
     ).restart_needed
@@ -178,18 +179,18 @@ async def test_what_is_hidden_or_kept_by_a_pattern_is_still_so_at_the_next_start
     allow = ["shell(python3:*)", "file(read:${WORKSPACE}/**)", "file(write:${WORKSPACE}/**)"]
     settings = {"permissions": {"allow": allow, "deny": deny}}
     given = PolicyDocuments.model_validate({"settings": settings, "restart": True})
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     for path in ("a/b/key", "a/x.lock"):
-        await plane.operations.write_file("c", path, b"canary")
+        await plane.operations.write_file(ADMIN, "c", path, b"canary")
     told = (await plane.policy_changes.put("c", given, "person:ann")).warnings
     assert [each.rule for each in told if each.text.startswith(AT_START)] == [deny[1]]
     script = "mv a z; mv a/b b; echo x > a/x.lock; cat a/b/key z/b/key b/key"
     attack = CommandRequest(command=["python3", "-c", f"import os; os.system({script!r})"])
     for _start in range(2):
-        result = await plane.operations.run_command("c", attack)
+        result = await plane.operations.run_command(ADMIN, "c", attack)
         assert (result.stdout, "Read-only file system" in result.stderr) == ("", True)
-        await plane.operations.stop("c")
-        await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+        await plane.operations.stop(ADMIN, "c")
+        await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     assert Path(plane.sessions.live()[0].workspace, "a/x.lock").read_bytes() == b"canary"
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from tests.support.calls import ADMIN
 from tests.support.killed import killed
 
 from carrel.config import Settings
@@ -14,9 +15,9 @@ from carrel.providers.base import Capability
 
 
 async def test_shutdown_stops_and_a_new_server_resumes(settings: Settings, plane: ControlPlane) -> None:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-    await plane.sessions.deploy_or_resume(SandboxRequest())
-    await plane.operations.write_file("c", "kept", b"x")
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest())
+    await plane.operations.write_file(ADMIN, "c", "kept", b"x")
     await plane.sessions.shutdown()
     await killed(plane)
     assert plane.sessions.live() == []
@@ -24,16 +25,16 @@ async def test_shutdown_stops_and_a_new_server_resumes(settings: Settings, plane
     other = await ControlPlane.open(plane.settings)
     try:
         assert (await other.sessions.get("c")).state is State.STOPPED
-        await other.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-        assert (await other.operations.forward(STAT_FILE, "c", StatRequest(path="kept"))).size == 1
+        await other.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+        assert (await other.operations.forward(ADMIN, STAT_FILE, "c", StatRequest(path="kept"))).size == 1
     finally:
         await other.close()
 
 
 async def test_a_new_server_takes_over_what_lives_and_cleans_the_rest(plane: ControlPlane) -> None:
-    lives, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="lives"))
-    dead, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="dead"))
-    fleeting, _ = await plane.sessions.deploy_or_resume(SandboxRequest())
+    lives, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="lives"))
+    dead, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="dead"))
+    fleeting, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest())
     survives = Capability.SURVIVES_RESTART in plane.sessions.live()[0].provider.capabilities()
     gone = [box for box in plane.sessions.live() if box.record.id != lives.id]
     await killed(plane)  # else it would find out by itself that they are dead
@@ -54,7 +55,7 @@ async def test_a_new_server_takes_over_what_lives_and_cleans_the_rest(plane: Con
         assert names <= {"ctx-lives", "ctx-dead"}
         if survives:
             assert other.recovered.adopted == 1
-            result = await other.operations.run_command("lives", CommandRequest(command="echo here"))
+            result = await other.operations.run_command(ADMIN, "lives", CommandRequest(command="echo here"))
             assert result.stdout == "here\n"
     finally:
         await other.close()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.calls import ADMIN
 
 from carrel.audit import Filter, chain_of
 from carrel.config import Settings, load
@@ -23,10 +24,10 @@ def settings(settings: Settings) -> Settings:
 
 async def _unused(plane: ControlPlane, name: str, *, ended: bool = False) -> str:
     """A context that was used long ago; its session."""
-    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id=name))
-    await plane.operations.run_command(name, CommandRequest(command="echo x > kept"))
+    info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id=name))
+    await plane.operations.run_command(ADMIN, name, CommandRequest(command="echo x > kept"))
     if ended:
-        await plane.operations.terminate(name, TerminateRequest())
+        await plane.operations.terminate(ADMIN, name, TerminateRequest())
     else:
         await plane.sessions.stop(name)
     await plane.store.update(info.id, last_activity_at=OLD)
@@ -53,10 +54,10 @@ def test_the_default_depends_on_who_shares_the_database() -> None:
 
 
 async def test_an_old_workspace_is_deleted_after_a_warning(plane: ControlPlane) -> None:
-    young, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="young"))
+    young, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="young"))
     await plane.sessions.stop("young")
     old, running = await _unused(plane, "old"), await _unused(plane, "running")
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="running"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="running"))
     await plane.store.update(running, last_activity_at=OLD)
     await plane.retention.sweep()
     warned = await plane.sessions.get("old")
@@ -78,7 +79,7 @@ async def test_an_old_workspace_is_deleted_after_a_warning(plane: ControlPlane) 
 async def test_use_after_the_warning_keeps_the_workspace(plane: ControlPlane) -> None:
     old = await _unused(plane, "old")
     await plane.retention.sweep()
-    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="old"))
+    info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="old"))
     assert (info.expires_at, info.notice) == (None, None)
     await plane.sessions.stop("old")
     await _swept(plane, old)
@@ -88,9 +89,9 @@ async def test_use_after_the_warning_keeps_the_workspace(plane: ControlPlane) ->
 
 @pytest.mark.parametrize("ended", [False, True])
 async def test_a_snapshot_that_was_asked_for_outlives_the_workspace(plane: ControlPlane, ended: bool) -> None:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-    await plane.operations.run_command("c", CommandRequest(command="echo asked > kept"))
-    asked = await plane.snapshots.take("c")
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    await plane.operations.run_command(ADMIN, "c", CommandRequest(command="echo asked > kept"))
+    asked = await plane.snapshots.take(ADMIN, "c")
     old = await _unused(plane, "c", ended=ended)
     await _swept(plane, old)
     assert not await plane.workspaces.exists("c")
@@ -99,8 +100,8 @@ async def test_a_snapshot_that_was_asked_for_outlives_the_workspace(plane: Contr
     assert again is not None and again.expires_at is None
     await plane.retention.sweep()
     assert (await plane.store.get(old)) == again, "there is nothing more to warn of"
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-    result = await plane.operations.run_command("c", CommandRequest(command="cat kept"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    result = await plane.operations.run_command(ADMIN, "c", CommandRequest(command="cat kept"))
     assert result.stdout == "asked\n", "the next start brings it back"
 
 
@@ -131,7 +132,7 @@ async def test_a_template_with_rules_outlives_the_sweep(settings: Settings, plan
     folder = Path(settings.data_dir) / "templates" / "careful"
     folder.mkdir(parents=True)
     (folder / "settings.json").write_text(json.dumps({"permissions": {"allow": ["shell(ls:*)"]}}))
-    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", template="careful"))
+    info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c", template="careful"))
     await plane.sessions.stop("c")
     await plane.store.update(info.id, last_activity_at=OLD)
     await _swept(plane, info.id)
@@ -142,8 +143,10 @@ async def test_a_template_with_rules_outlives_the_sweep(settings: Settings, plan
 async def test_metrics_of_stopped_workspaces_are_there_after_a_restart(settings: Settings) -> None:
     plane = await ControlPlane.open(settings)
     try:
-        info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="team:c"))
-        await plane.operations.run_command("team:c", CommandRequest(command="head -c 3000000 /dev/urandom > data/x"))
+        info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="team:c"))
+        await plane.operations.run_command(
+            ADMIN, "team:c", CommandRequest(command="head -c 3000000 /dev/urandom > data/x")
+        )
         await plane.sessions.stop("team:c")
         await _unused(plane, "ended", ended=True)
     finally:

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from tests.support.calls import ADMIN
 
 from carrel.control.plane import ControlPlane
 from carrel.errors import ArchiveUnavailable, LimitExceeded, PlatformError
@@ -24,19 +25,19 @@ async def test_a_start_that_fails_leaves_nothing_and_may_be_repeated(
     for provider in plane.providers.values():
         monkeypatch.setattr(provider, "start", broken)
     with pytest.raises(PlatformError, match="no more processes"):
-        await plane.sessions.deploy_or_resume(REQUEST)
+        await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
     with pytest.raises(PlatformError, match="no more processes"):
-        await plane.sessions.deploy_or_resume(SandboxRequest())
+        await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest())
     assert plane.driver.volumes() == [] and plane.sessions.live() == []
     failed = await plane.sessions.record("c")
     assert (failed.state, failed.error, failed.lease_owner) == (State.ERROR, "no more processes", None)
     monkeypatch.undo()
-    assert (await plane.sessions.deploy_or_resume(REQUEST))[0].state is State.RUNNING
+    assert (await plane.sessions.deploy_or_resume(ADMIN, REQUEST))[0].state is State.RUNNING
 
 
 async def test_what_was_there_stays_when_a_resume_fails(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
-    await plane.sessions.deploy_or_resume(REQUEST)
-    await plane.operations.write_file("c", "kept", b"x")
+    await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
+    await plane.operations.write_file(ADMIN, "c", "kept", b"x")
     await plane.sessions.stop("c")
 
     async def cut(_launch: Launch) -> Handle:
@@ -45,10 +46,10 @@ async def test_what_was_there_stays_when_a_resume_fails(plane: ControlPlane, mon
     for provider in plane.providers.values():
         monkeypatch.setattr(provider, "start", cut)
     with pytest.raises(asyncio.CancelledError):
-        await plane.sessions.deploy_or_resume(REQUEST)
+        await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
     monkeypatch.undo()
-    await plane.sessions.deploy_or_resume(REQUEST)
-    assert (await plane.operations.forward(STAT_FILE, "c", StatRequest(path="kept"))).size == 1
+    await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
+    assert (await plane.operations.forward(ADMIN, STAT_FILE, "c", StatRequest(path="kept"))).size == 1
 
 
 async def test_a_filespace_out_of_reach_does_not_keep_a_sandbox_from_starting(plane: ControlPlane) -> None:
@@ -56,7 +57,7 @@ async def test_a_filespace_out_of_reach_does_not_keep_a_sandbox_from_starting(pl
         raise ArchiveUnavailable("the bucket cannot be reached")
 
     plane.attachments.filespace.sync = down  # type: ignore[attr-defined]
-    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", filespace=True))
+    info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c", filespace=True))
     assert info.state is State.RUNNING
     assert info.notice == "the filespace could not be synced: the bucket cannot be reached"
 
@@ -64,18 +65,18 @@ async def test_a_filespace_out_of_reach_does_not_keep_a_sandbox_from_starting(pl
 async def test_no_more_than_the_server_may_have(plane: ControlPlane) -> None:
     most = plane.settings.max_sandboxes
     results = await asyncio.gather(
-        *(plane.sessions.deploy_or_resume(SandboxRequest()) for _ in range(most + 3)), return_exceptions=True
+        *(plane.sessions.deploy_or_resume(ADMIN, SandboxRequest()) for _ in range(most + 3)), return_exceptions=True
     )
     assert sum(isinstance(result, LimitExceeded) for result in results) == 3
     assert len(plane.sessions.live()) == most
 
 
 async def test_a_record_left_in_the_middle_of_something_is_started_anew(plane: ControlPlane) -> None:
-    info, _ = await plane.sessions.deploy_or_resume(REQUEST)
+    info, _ = await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
     await plane.sessions.stop("c")
     for state in (State.CREATING, State.IDLE_STOPPING, State.RUNNING, State.ERROR):
         await plane.store.update(info.id, state=state)
-        again, started = await plane.sessions.deploy_or_resume(REQUEST)
+        again, started = await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
         assert started and (again.id, again.state) == (info.id, State.RUNNING)
         record = await plane.sessions.record("c")
         assert replace(record, handle=None).node == plane.node

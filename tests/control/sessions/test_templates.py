@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.support.calls import ADMIN
 
 from carrel.config import Settings
 from carrel.control.governance import policies as policies_module
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions import templates as module
 from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, LimitExceeded, NotFound, PlatformError
@@ -42,14 +43,14 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def _run(plane: ControlPlane, name: str, command: str) -> str:
-    return (await plane.operations.run_command(name, CommandRequest(command=command))).stdout
+    return (await plane.operations.run_command(ADMIN, name, CommandRequest(command=command))).stdout
 
 
 async def test_a_sandbox_is_made_by_a_template(folder: Path, plane: ControlPlane) -> None:
     request = SandboxRequest.model_validate(
         {"context_id": "c", "template": "numbers", "env": {"BOTH": "asked"}, "limits": {"timeout_s": 9}}
     )
-    info, _ = await plane.operations.deploy_or_resume(request)
+    info, _ = await plane.operations.deploy_or_resume(ADMIN, request)
     assert (info.template, info.limits.memory_mb, info.limits.timeout_s) == ("numbers", 256, 9)
     assert info.labels == {"team": "data"}
     assert await _run(plane, "c", 'echo "$MODE $BOTH"') == "batch asked\n"
@@ -58,51 +59,51 @@ async def test_a_sandbox_is_made_by_a_template(folder: Path, plane: ControlPlane
     assert caught.value.extra["source"] == "numbers/settings.json"
     with pytest.raises(ApprovalNeeded):
         await _run(plane, "c", "id")
-    masked = await plane.operations.run_command("c", CommandRequest(command="cat /usr/bin/curl"))
+    masked = await plane.operations.run_command(ADMIN, "c", CommandRequest(command="cat /usr/bin/curl"))
     assert masked.exit_code != 0 or "denied_by_policy" in masked.stdout, "it holds inside too"
 
 
 async def test_a_context_keeps_the_template_it_was_made_with(folder: Path, plane: ControlPlane) -> None:
-    caller.set(Caller(AGENT))
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", template="numbers"))
+    caller = Caller(AGENT)
+    await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="c", template="numbers"))
     other = SandboxRequest(context_id="c", template="plain")
     same = SandboxRequest(context_id="c", template="numbers")
 
     async def refused() -> None:
         with pytest.raises(Conflict) as caught:
-            await plane.operations.deploy_or_resume(other)
+            await plane.operations.deploy_or_resume(caller, other)
         assert caught.value.field == "template"
 
     await refused()
-    assert (await plane.operations.deploy_or_resume(same))[1] is False
-    await plane.operations.stop("c")
+    assert (await plane.operations.deploy_or_resume(caller, same))[1] is False
+    await plane.operations.stop(caller, "c")
     await refused()
-    info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    info, _ = await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="c"))
     assert (info.template, info.limits.memory_mb) == ("numbers", 256), "also when it is not named"
-    twin = await plane.snapshots.fork("c", "twin")
+    twin = await plane.snapshots.fork(caller, "c", "twin")
     assert twin.template == "numbers"
-    await plane.operations.terminate("c", TerminateRequest(delete_files=True))
+    await plane.operations.terminate(caller, "c", TerminateRequest(delete_files=True))
     await refused()
-    info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+    info, _ = await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="c"))
     assert info.template == "numbers", "nobody gets rid of its rules by beginning anew"
     with pytest.raises(Denied):
         await _run(plane, "c", "curl x")
-    await plane.operations.terminate("c", TerminateRequest())
-    caller.set(Caller())
-    info, _ = await plane.operations.deploy_or_resume(other)
+    await plane.operations.terminate(caller, "c", TerminateRequest())
+    caller = ADMIN
+    info, _ = await plane.operations.deploy_or_resume(caller, other)
     assert info.template == "plain", "but who administers may choose another then"
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="bare"))
+    await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="bare"))
     with pytest.raises(Conflict):
-        await plane.operations.deploy_or_resume(SandboxRequest(context_id="bare", template="numbers"))
+        await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="bare", template="numbers"))
 
 
 async def test_ephemeral_ones_have_its_rules_and_secrets_too(folder: Path, plane: ControlPlane) -> None:
     await plane.secrets.put("numbers", "KEY", b"open-sesame", kind="template")
-    info, _ = await plane.operations.deploy_or_resume(SandboxRequest(template="numbers"))
+    info, _ = await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(template="numbers"))
     with pytest.raises(Denied):
         await _run(plane, info.id, "curl x")
     assert await _run(plane, info.id, "cat /run/secrets/KEY") == "[secret:KEY]"
-    bare, _ = await plane.operations.deploy_or_resume(SandboxRequest())
+    bare, _ = await plane.operations.deploy_or_resume(ADMIN, SandboxRequest())
     assert await _run(plane, bare.id, "ls /run/secrets; id -un") == "agent\n"
 
 
@@ -117,7 +118,7 @@ async def test_the_layers_are_server_template_context(
         own = {"permissions": {"allow": ["shell(curl:*)", "shell(id:*)"], "deny": ["shell(cat:*)"]}}
         await plane.policy_changes.put("c", PolicyDocuments(settings=own), "person:ann")
         assert (await plane.policies.explain("c", "curl x", None)).verdict == "allow", "it has no template yet"
-        await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", template="numbers"))
+        await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c", template="numbers"))
         for command, source in (
             ("ls", str(server)),
             ("curl x", "numbers/settings.json"),
@@ -129,14 +130,14 @@ async def test_the_layers_are_server_template_context(
         assert await _run(plane, "c", "id -un") == "agent\n"
         [void] = [each for each in (await plane.policies.get("c")).warnings if each.rule == "shell(curl:*)"]
         assert "numbers/settings.json denies" in void.text
-        await plane.operations.stop("c")
+        await plane.operations.stop(ADMIN, "c")
         assert (await plane.policies.explain("c", "curl x", None)).verdict == "deny", "whether it runs or not"
     finally:
         await plane.close()
 
 
 async def test_what_the_operator_changes_holds_at_once(folder: Path, plane: ControlPlane, fresh: None) -> None:
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", template="numbers"))
+    await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c", template="numbers"))
     assert await _run(plane, "c", "cat /dev/null") == ""
     (folder / "settings.json").write_text(json.dumps({"permissions": {"deny": ["shell(cat:*)", "shell(curl:*)"]}}))
     with pytest.raises(Denied):
@@ -150,9 +151,9 @@ async def test_what_the_operator_changes_holds_at_once(folder: Path, plane: Cont
     folder.rmdir()
     with pytest.raises(PlatformError, match="there is no template 'numbers'"):
         await _run(plane, "c", "echo hi")
-    await plane.operations.stop("c")
+    await plane.operations.stop(ADMIN, "c")
     with pytest.raises(PlatformError):
-        await plane.operations.deploy_or_resume(SandboxRequest(context_id="c"))
+        await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
 
 
 async def test_unknown_and_broken_ones_are_told_of(folder: Path, plane: ControlPlane) -> None:
@@ -161,7 +162,7 @@ async def test_unknown_and_broken_ones_are_told_of(folder: Path, plane: ControlP
         ("zzz", "the templates are: code-interpreter, numbers, plain"),
     ):
         with pytest.raises(InvalidRequest) as caught:
-            await plane.operations.deploy_or_resume(SandboxRequest(template=wrong))
+            await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(template=wrong))
         assert (caught.value.field, caught.value.hint) == ("template", hint)
     for name in ("..", "numbers/../plain", ".", ""):
         with pytest.raises(InvalidRequest):
@@ -171,7 +172,7 @@ async def test_unknown_and_broken_ones_are_told_of(folder: Path, plane: ControlP
         broken.mkdir()
         (broken / "settings.json").write_text(text)
         with pytest.raises(InvalidRequest, match=f"broken{number}/settings.json"):
-            await plane.operations.deploy_or_resume(SandboxRequest(template=broken.name))
+            await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(template=broken.name))
     listed = {each.name: each for each in (await plane.templates.list()).items}
     assert list(listed) == ["broken0", "broken1", "code-interpreter", "numbers", "plain"]
     assert listed["broken0"].error and listed["numbers"].error is None
@@ -183,7 +184,7 @@ async def test_a_default_for_who_asks_for_none(folder: Path, settings: Settings)
     sandbox = settings.sandbox.model_copy(update={"template": "numbers"})
     plane = await ControlPlane.open(settings.model_copy(update={"sandbox": sandbox}))
     try:
-        info, _ = await plane.operations.deploy_or_resume(SandboxRequest())
+        info, _ = await plane.operations.deploy_or_resume(ADMIN, SandboxRequest())
         assert info.template == "numbers"
     finally:
         await plane.close()
@@ -192,14 +193,14 @@ async def test_a_default_for_who_asks_for_none(folder: Path, settings: Settings)
 async def test_a_secret_of_a_template_is_taken_out_from_the_first_moment(folder: Path, plane: ControlPlane) -> None:
     await plane.secrets.put("numbers", "KEY", b"of-the-template", kind="template")
     assert (await plane.secret_values.redactor("new")).text("of-the-template") == "of-the-template"
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="new", template="numbers"))
+    await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="new", template="numbers"))
     assert await _run(plane, "new", "cat /run/secrets/KEY") == "[secret:KEY]"
 
 
 async def test_secrets_of_a_template_reach_all_made_by_it(folder: Path, plane: ControlPlane) -> None:
     for name in ("a", "b"):
-        await plane.operations.deploy_or_resume(SandboxRequest(context_id=name, template="numbers"))
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="bare"))
+        await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id=name, template="numbers"))
+    await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="bare"))
     await plane.secrets.put("numbers", "KEY", b"of-the-template", kind="template")
     await plane.secrets.put("b", "KEY", b"of-the-context")
     assert await _run(plane, "a", "cat /run/secrets/KEY | cat") == "[secret:KEY]"
@@ -218,7 +219,7 @@ async def test_secrets_of_a_template_reach_all_made_by_it(folder: Path, plane: C
 
 
 async def test_a_template_and_a_context_share_the_room_for_secrets(folder: Path, plane: ControlPlane) -> None:
-    await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", template="numbers"))
+    await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c", template="numbers"))
     for number in range(10):
         await plane.secrets.put("c", f"N{number}", b"x" * 65_536)
     for number in range(6):
@@ -230,8 +231,8 @@ async def test_a_template_and_a_context_share_the_room_for_secrets(folder: Path,
 
 
 async def test_unknown_template_for_a_terminated_context_is_told_like_any_other(plane: ControlPlane) -> None:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-    await plane.sessions.terminate("c")
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    await plane.sessions.terminate(ADMIN, "c")
     with pytest.raises(InvalidRequest, match="there is no template 'absent'") as caught:
-        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c", template="absent"))
+        await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c", template="absent"))
     assert caught.value.field == "template"

@@ -7,10 +7,11 @@ import os
 import time
 
 import pytest
+from tests.support.calls import ADMIN
 
 from carrel.audit import AuditEntry, AuditLog, Filter, SigningKey, chain_of, verify
 from carrel.config import Settings
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.caller import OWN_WORK, Caller
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions import upkeep as janitor
 from carrel.errors import Conflict, LimitExceeded
@@ -25,21 +26,24 @@ from carrel.workspaces.usage import Usage, measure
 
 
 async def test_a_full_workspace_ends_commands_and_refuses_writes(plane: ControlPlane) -> None:
-    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(limits=Limits(disk_mb=4)))
+    info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(limits=Limits(disk_mb=4)))
     do = plane.operations
     command = CommandRequest(command="while :; do head -c 1000000 /dev/zero >> data/fill; done", timeout=60)
-    result = await do.start_command(info.id, command)
-    ended = [chunk async for chunk in do.command_output(info.id, result.id)]
+    result = await do.start_command(ADMIN, info.id, command)
+    ended = [chunk async for chunk in do.command_output(ADMIN, info.id, result.id)]
     assert ended[-1].stream == "end", "the janitor ended it"
     live = await plane.sessions.find(info.id)
     async with asyncio.timeout(10):
         while live.over_quota is None:
             await asyncio.sleep(0.02)
-    for write in (do.write_file(info.id, "x", b"x"), do.forward(MAKE_DIRECTORY, info.id, MkdirRequest(path="d"))):
+    for write in (
+        do.write_file(ADMIN, info.id, "x", b"x"),
+        do.forward(ADMIN, MAKE_DIRECTORY, info.id, MkdirRequest(path="d")),
+    ):
         with pytest.raises(LimitExceeded) as caught:
             await write
         assert caught.value.field == "disk_mb"
-    await do.forward(DELETE_FILE, info.id, DeleteRequest(path="data/fill"))
+    await do.forward(ADMIN, DELETE_FILE, info.id, DeleteRequest(path="data/fill"))
     async with asyncio.timeout(10):
         while live.over_quota is not None:
             await asyncio.sleep(0.02)
@@ -58,9 +62,9 @@ async def test_a_full_workspace_is_logged_once(
 
     monkeypatch.setattr(janitor, "measure", counted)
     monkeypatch.setattr(janitor, "BUSY_EVERY", 0.01)
-    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(limits=Limits(disk_mb=1)))
+    info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(limits=Limits(disk_mb=1)))
     fill = "for each in 1 2 3 4; do head -c 700000 /dev/zero > $each; done"
-    await plane.operations.run_command(info.id, CommandRequest(command=fill))
+    await plane.operations.run_command(ADMIN, info.id, CommandRequest(command=fill))
     live = await plane.sessions.find(info.id)
     async with asyncio.timeout(30):
         while live.over_quota is None:
@@ -72,25 +76,25 @@ async def test_a_full_workspace_is_logged_once(
 
 
 async def test_activity_is_written_down_and_upkeep_is_none(plane: ControlPlane) -> None:
-    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest())
-    await plane.operations.run_command(info.id, CommandRequest(command="true"))
+    info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest())
+    await plane.operations.run_command(ADMIN, info.id, CommandRequest(command="true"))
     live = await plane.sessions.find(info.id)
     await plane.janitor.flush()
     record = await plane.store.get(info.id)
     assert record is not None and record.last_activity_at == live.last_activity > info.last_activity_at.timestamp()
     before = live.last_activity
     await plane.janitor.watch_disks()
-    await plane.own_operations.health(info.id)
+    await plane.own_operations.health(OWN_WORK, info.id)
     assert live.last_activity == before
 
 
 async def test_an_idle_sandbox_is_stopped_and_its_files_wait(plane: ControlPlane) -> None:
     request = SandboxRequest(context_id="idle")
-    info, _ = await plane.sessions.deploy_or_resume(request)
-    other, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="busy"))
-    throwaway, _ = await plane.sessions.deploy_or_resume(SandboxRequest())
-    await plane.operations.write_file(info.id, "kept", b"x")
-    await plane.operations.start_command(other.id, CommandRequest(command="sleep 600"))
+    info, _ = await plane.sessions.deploy_or_resume(ADMIN, request)
+    other, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="busy"))
+    throwaway, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest())
+    await plane.operations.write_file(ADMIN, info.id, "kept", b"x")
+    await plane.operations.start_command(ADMIN, other.id, CommandRequest(command="sleep 600"))
     await plane.janitor.stop_idle()
     assert len(plane.sessions.live()) == 3, "nobody was idle for an hour"
     for box in plane.sessions.live():
@@ -99,13 +103,13 @@ async def test_an_idle_sandbox_is_stopped_and_its_files_wait(plane: ControlPlane
     assert [box.record.id for box in plane.sessions.live()] == [other.id], "a running command is use"
     assert (await plane.sessions.get(info.id)).state is State.STOPPED
     assert (await plane.sessions.get(throwaway.id)).state is State.TERMINATED
-    again, started = await plane.sessions.deploy_or_resume(request)
+    again, started = await plane.sessions.deploy_or_resume(ADMIN, request)
     assert started and again.id == info.id
-    assert (await plane.operations.forward(STAT_FILE, info.id, StatRequest(path="kept"))).size == 1
+    assert (await plane.operations.forward(ADMIN, STAT_FILE, info.id, StatRequest(path="kept"))).size == 1
 
 
 async def test_a_sandbox_that_is_used_meanwhile_is_not_stopped(plane: ControlPlane) -> None:
-    info, _ = await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
+    info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     box = await plane.sessions.find(info.id)
     horizon = box.last_activity - 1
     assert not await plane.sessions.stop_idle(box, horizon)
@@ -131,8 +135,8 @@ async def test_the_audit_log_is_kept_for_as_long_as_it_is_set(settings: Settings
     audit = settings.audit.model_copy(update={"keep_days": 2})
     plane = await ControlPlane.open(settings.model_copy(update={"node": "n", "audit": audit}))
     try:
-        await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-        await plane.operations.run_command("c", CommandRequest(command="true"))
+        await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+        await plane.operations.run_command(ADMIN, "c", CommandRequest(command="true"))
         done = await plane.janitor.prune_audit()
         assert done.records == 20 and done.before.timestamp() % 86_400 == 0
         assert (await plane.janitor.prune_audit()).records == 0, "the rest is younger"
@@ -159,15 +163,17 @@ def _described(plane: ControlPlane, context: str) -> dict[str, object]:
 
 async def test_the_description_of_a_workspace_is_true(plane: ControlPlane) -> None:
     agent = Identity("agent:coder-1", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
-    reset = caller.set(Caller(agent))
+    caller = Caller(agent)
     try:
-        info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="team:c"))
+        info, _ = await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="team:c"))
     finally:
-        caller.reset(reset)
+        caller = ADMIN
     assert info.agent == "coder-1"
     first = _described(plane, "team:c")
     assert (first["agent"], first["namespace"], first["disk_usage_bytes"]) == ("coder-1", "team", 0)
-    await plane.operations.run_command("team:c", CommandRequest(command="head -c 3000000 /dev/urandom > data/x"))
+    await plane.operations.run_command(
+        caller, "team:c", CommandRequest(command="head -c 3000000 /dev/urandom > data/x")
+    )
     box = await plane.sessions.find("team:c")
     box.used_bytes = 3_000_000  # as the watch finds it
     await plane.janitor.describe()
@@ -178,15 +184,15 @@ async def test_the_description_of_a_workspace_is_true(plane: ControlPlane) -> No
     record = await plane.store.get(info.id)
     assert record is not None and record.used_bytes == 3_000_000
     await plane.operations.run_command(
-        "team:c", CommandRequest(command="rm data/x; rm .context.json; mkdir .context.json")
+        caller, "team:c", CommandRequest(command="rm data/x; rm .context.json; mkdir .context.json")
     )
-    await plane.operations.run_command("team:c", CommandRequest(command="ln -s /etc/passwd .context.json.new"))
+    await plane.operations.run_command(caller, "team:c", CommandRequest(command="ln -s /etc/passwd .context.json.new"))
     await plane.sessions.stop("team:c")
     record = await plane.store.get(info.id)
     assert record is not None and record.used_bytes is not None and record.used_bytes < 3_000_000
-    again, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="team:c"))
+    again, _ = await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="team:c"))
     assert again.agent == "coder-1", "it stays whose it was"
-    await plane.operations.run_command("team:c", CommandRequest(command="rm -r .context.json"))
+    await plane.operations.run_command(caller, "team:c", CommandRequest(command="rm -r .context.json"))
     await plane.sessions.stop("team:c")
     last, record = _described(plane, "team:c"), await plane.store.get(info.id)
     assert record is not None
@@ -195,7 +201,7 @@ async def test_the_description_of_a_workspace_is_true(plane: ControlPlane) -> No
 
 async def test_a_workspace_that_a_person_made_belongs_to_its_template(settings: Settings, plane: ControlPlane) -> None:
     os.makedirs(os.path.join(settings.data_dir, "templates", "research"))
-    info, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="c", template="research"))
-    other, _ = await plane.operations.deploy_or_resume(SandboxRequest(context_id="d"))
+    info, _ = await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="c", template="research"))
+    other, _ = await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="d"))
     assert (info.agent, other.agent) == ("research", None)
     assert _described(plane, "c")["agent"] == "research" and _described(plane, "d")["namespace"] == "default"

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 from functools import partial
 
+from tests.support.calls import ADMIN
+
 from carrel.control.operations.call import Traffic
 from carrel.control.plane import ControlPlane
 from carrel.control.supervisor.streaming import stream_output
@@ -11,12 +13,12 @@ from carrel.redaction.redact import Redactor
 
 
 async def test_from_an_offset_without_secrets(plane: ControlPlane) -> None:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-    info = await plane.operations.start_command("c", CommandRequest(command="printf before-hidden-value-after"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    info = await plane.operations.start_command(ADMIN, "c", CommandRequest(command="printf before-hidden-value-after"))
     box, traffic = await plane.sessions.find("c"), Traffic()
     redactor = Redactor({"K": "hidden-value"})
     open_at = partial(box.connection.command_output, info.id, follow=True)
-    await plane.operations.command_result("c", info.id)
+    await plane.operations.command_result(ADMIN, "c", info.id)
 
     async def current() -> Redactor:
         return redactor

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.sandboxes import until
 
 from carrel.audit import Filter, chain_of
@@ -27,7 +28,7 @@ FILES = {f"small/{number}": b"%d" % number for number in range(AT_ONCE * 2 + 1)}
 
 @pytest.fixture
 async def box(plane: ControlPlane) -> str:
-    return (await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c")))[0].id
+    return (await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c")))[0].id
 
 
 async def incoming(files: dict[str, bytes], end: bytes = END, step: int = 50_000) -> AsyncIterator[bytes]:
@@ -38,7 +39,7 @@ async def incoming(files: dict[str, bytes], end: bytes = END, step: int = 50_000
 
 async def read(plane: ControlPlane, box: str, paths: list[str]) -> dict[str, tuple[str, bytes]]:
     parser, found, at = Unbundling(), {}, ""
-    async for data in plane.bundles.read(box, paths):
+    async for data in plane.bundles.read(ADMIN, box, paths):
         for item in parser.feed(data):
             if isinstance(item, BundlePart):
                 at = item.path
@@ -49,13 +50,13 @@ async def read(plane: ControlPlane, box: str, paths: list[str]) -> dict[str, tup
 
 
 async def test_in_and_out(plane: ControlPlane, box: str) -> None:
-    written = await plane.bundles.write(box, Incoming(incoming(FILES)))
+    written = await plane.bundles.write(ADMIN, box, Incoming(incoming(FILES)))
     assert (written.files, written.bytes) == (len(FILES), sum(map(len, FILES.values())))
-    assert (await plane.operations.forward(STAT_FILE, box, StatRequest(path="large"))).mode == "640"
+    assert (await plane.operations.forward(ADMIN, STAT_FILE, box, StatRequest(path="large"))).mode == "640"
     assert await read(plane, box, list(FILES)) == {path: ("file", data) for path, data in FILES.items()}
     twice = {"a": b"1"} | {"b": b"2"}
     again = Incoming(_twice(twice))
-    assert (await plane.bundles.write(box, again)).files == 2
+    assert (await plane.bundles.write(ADMIN, box, again)).files == 2
     assert (await read(plane, box, ["a"])) == {"a": ("file", b"2")}, "the last one of a name counts"
 
 
@@ -67,11 +68,11 @@ async def _twice(files: dict[str, bytes]) -> AsyncIterator[bytes]:
 
 async def test_what_cannot_be_written_or_read(plane: ControlPlane, box: str) -> None:
     with pytest.raises(InvalidPath):
-        await plane.bundles.write(box, Incoming(incoming({"good": b"1", "../bad": b"2"})))
+        await plane.bundles.write(ADMIN, box, Incoming(incoming({"good": b"1", "../bad": b"2"})))
     with pytest.raises(InvalidRequest, match="in the middle"):
-        await plane.bundles.write(box, Incoming(incoming({"cut": bytes(SMALL * 3)}, b"")))
+        await plane.bundles.write(ADMIN, box, Incoming(incoming({"cut": bytes(SMALL * 3)}, b"")))
     with pytest.raises(InvalidRequest, match="only files"):
-        await plane.bundles.write(box, Incoming(_request()))
+        await plane.bundles.write(ADMIN, box, Incoming(_request()))
     found = await read(plane, box, ["good", "absent", "..", "cut"])
     assert [kind for kind, _ in found.values()] == ["file", "problem", "problem", "problem"], (
         "what was cut is not there"
@@ -79,7 +80,7 @@ async def test_what_cannot_be_written_or_read(plane: ControlPlane, box: str) -> 
     assert json.loads(found["absent"][1])["code"] == "file_not_found"
     await plane.sessions.stop(box)
     with pytest.raises(NotRunning):
-        await plane.bundles.write(box, Incoming(incoming({"a": b"1"})))
+        await plane.bundles.write(ADMIN, box, Incoming(incoming({"a": b"1"})))
 
 
 async def _request() -> AsyncIterator[bytes]:
@@ -92,8 +93,8 @@ async def test_each_file_is_decided_and_recorded(plane: ControlPlane, box: str) 
     given = PolicyDocuments(settings={"permissions": {"allow": allow, "deny": deny}})
     await plane.policy_changes.put("c", given, "a test")
     with pytest.raises(Denied):
-        await plane.bundles.write(box, Incoming(incoming({"a": b"1", "sealed/b": b"2"})))
-    await plane.bundles.write(box, Incoming(incoming({"hidden/c": b"3", "large": bytes(SMALL + 1)})))
+        await plane.bundles.write(ADMIN, box, Incoming(incoming({"a": b"1", "sealed/b": b"2"})))
+    await plane.bundles.write(ADMIN, box, Incoming(incoming({"hidden/c": b"3", "large": bytes(SMALL + 1)})))
     found = await read(plane, box, ["a", "hidden/c", "large"])
     assert [kind for kind, _ in found.values()] == ["file", "problem", "file"]
 
@@ -113,9 +114,9 @@ async def test_each_file_is_decided_and_recorded(plane: ControlPlane, box: str) 
 
 async def test_who_stops_reading_leaves_nothing_open(plane: ControlPlane, box: str) -> None:
     large = {f"large-{number}": bytes(SMALL * 40) for number in range(3)}
-    await plane.bundles.write(box, Incoming(incoming(large)))
+    await plane.bundles.write(ADMIN, box, Incoming(incoming(large)))
     [live] = plane.sessions.live()
-    async with aclosing(plane.bundles.read(box, list(large))) as stream:  # type: ignore[type-var]
+    async with aclosing(plane.bundles.read(ADMIN, box, list(large))) as stream:  # type: ignore[type-var]
         await anext(stream)
         assert live.in_flight == 3
     assert live.in_flight == 0
@@ -123,9 +124,9 @@ async def test_who_stops_reading_leaves_nothing_open(plane: ControlPlane, box: s
 
 async def test_a_bundle_without_a_context(plane: ControlPlane) -> None:
     async def put(sandbox: str) -> None:
-        await plane.bundles.write(sandbox, Incoming(incoming({"in": b"abc"})))
+        await plane.bundles.write(ADMIN, sandbox, Incoming(incoming({"in": b"abc"})))
 
     code = "open('out', 'w').write(open('in').read() * 2)"
-    async with plane.router.running(StatelessRequest(code=code), put) as (sandbox, result):
+    async with plane.router.running(ADMIN, StatelessRequest(code=code), put) as (sandbox, result):
         assert result.files_produced == ["out"]
         assert await read(plane, sandbox, ["out"]) == {"out": ("file", b"abcabc")}

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.support.calls import ADMIN
 
 from carrel.control.plane import ControlPlane
 from carrel.control.workspaces.disk import REUSED_S, REUSED_TIMES, Disk
@@ -33,9 +34,9 @@ async def test_answer_is_reused_for_as_long_as_measuring_is_costly(
 
 
 async def test_every_part_of_the_disk_is_told(plane: ControlPlane) -> None:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-    await plane.operations.run_command("c", CommandRequest(command="head -c 3000000 /dev/urandom > data/x"))
-    await plane.operations.terminate("c", TerminateRequest())
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    await plane.operations.run_command(ADMIN, "c", CommandRequest(command="head -c 3000000 /dev/urandom > data/x"))
+    await plane.operations.terminate(ADMIN, "c", TerminateRequest())
     packages = Path(plane.layout.cache) / "packages" / "x"
     packages.parent.mkdir(exist_ok=True)
     packages.write_bytes(b"x" * 2 * MB)
@@ -48,8 +49,8 @@ async def test_every_part_of_the_disk_is_told(plane: ControlPlane) -> None:
 
 
 async def test_what_is_too_much_to_count_is_told_so(plane: ControlPlane) -> None:
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c"))
-    await plane.operations.run_command("c", CommandRequest(command="seq 100 | xargs touch"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    await plane.operations.run_command(ADMIN, "c", CommandRequest(command="seq 100 | xargs touch"))
     disk = Disk(plane.layout, plane.driver, plane.settings.archive_url, most_entries=50)
     parts = {part.name: part for part in (await disk.usage()).parts}
     assert not parts["workspaces"].complete and not parts["snapshots"].complete

@@ -6,6 +6,8 @@ import asyncio
 import os
 from pathlib import Path
 
+from tests.support.calls import ADMIN
+
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions.attachments import LaunchPlan
 from carrel.control.workspaces.filespace_bases import FilespaceBases
@@ -16,24 +18,24 @@ REQUEST = SandboxRequest(context_id="c", filespace=True)
 
 
 async def names(plane: ControlPlane) -> list[str]:
-    return [file.path for file in (await plane.filespaces.list("c")).items]
+    return [file.path for file in (await plane.filespaces.list(ADMIN, "c")).items]
 
 
 async def test_a_kill_between_deleting_the_volume_and_forgetting_the_base(plane: ControlPlane) -> None:
     """What `terminate(delete_files=True)` leaves when the server is killed after `delete_volume`."""
-    await plane.filespaces.write("c", "precious", b"x")
-    await plane.sessions.deploy_or_resume(REQUEST)
+    await plane.filespaces.write(ADMIN, "c", "precious", b"x")
+    await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
     record = await plane.sessions.record("c")
-    await plane.sessions.terminate("c", snapshot=False)
+    await plane.sessions.terminate(ADMIN, "c", snapshot=False)
     await plane.workspaces.discard(record)  # ... killed here: the base is still there
-    await plane.sessions.deploy_or_resume(REQUEST)
-    await plane.filespaces.sync("c", SyncDirection.BOTH)
+    await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
+    await plane.filespaces.sync(ADMIN, "c", SyncDirection.BOTH)
     assert await names(plane) == ["precious"]
 
 
 async def test_a_start_that_fails_after_the_pull(plane: ControlPlane) -> None:
     """No kill needed: the new volume is taken back, what the sync remembers of it is not."""
-    await plane.filespaces.write("c", "precious", b"x")
+    await plane.filespaces.write(ADMIN, "c", "precious", b"x")
     filespace = plane.attachments.filespace
     pull = filespace.prepare
 
@@ -43,22 +45,22 @@ async def test_a_start_that_fails_after_the_pull(plane: ControlPlane) -> None:
 
     filespace.prepare = pull_and_fail  # type: ignore[method-assign]
     try:
-        await plane.sessions.deploy_or_resume(REQUEST)
+        await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
     except PlatformError:
         pass
     filespace.prepare = pull  # type: ignore[method-assign]
-    await plane.sessions.deploy_or_resume(REQUEST)
-    await plane.filespaces.sync("c", SyncDirection.BOTH)
+    await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
+    await plane.filespaces.sync(ADMIN, "c", SyncDirection.BOTH)
     assert await names(plane) == ["precious"]
 
 
 async def test_a_push_while_the_workspace_is_deleted(plane: ControlPlane) -> None:
     """A push by the janitor that has begun sees the files go, and deletes them in the filespace."""
-    await plane.filespaces.write("c", "precious", b"x")
-    await plane.sessions.deploy_or_resume(REQUEST)
+    await plane.filespaces.write(ADMIN, "c", "precious", b"x")
+    await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
     box = plane.sessions.live()[0]
     async with plane.workspaces.keeping.still("c"):  # a sync is under way
-        ending = asyncio.ensure_future(plane.sessions.terminate("c", delete_workspace=True))
+        ending = asyncio.ensure_future(plane.sessions.terminate(ADMIN, "c", delete_workspace=True))
         while plane.sessions.live():  # the sandbox has ended, its files come next
             await asyncio.sleep(0.01)
         assert not ending.done()
@@ -83,7 +85,7 @@ async def test_what_is_remembered_is_written_aside_and_left_by_a_kill(tmp_path: 
 
 
 async def test_a_file_that_the_supervisor_is_writing_is_no_file_yet(plane: ControlPlane) -> None:
-    await plane.sessions.deploy_or_resume(REQUEST)
-    await plane.operations.write_file("c", ".carrel-" + "0" * 32, b"half")  # the name of a supervisor's draft
-    await plane.filespaces.sync("c", SyncDirection.PUSH)
+    await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
+    await plane.operations.write_file(ADMIN, "c", ".carrel-" + "0" * 32, b"half")  # the name of a supervisor's draft
+    await plane.filespaces.sync(ADMIN, "c", SyncDirection.PUSH)
     assert await names(plane) == []

@@ -21,7 +21,7 @@ from typing import Protocol
 from blake3 import blake3
 
 from carrel.control.operations.call import Call
-from carrel.control.operations.caller import Caller
+from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.sessions.attachments import Attachment
 from carrel.errors import ApprovalNeeded, CarrelError, Conflict, Denied, NotFound
 from carrel.models import ApprovalDecision, ApprovalInfo, ApprovalPage, ApprovalScope, ApprovalState
@@ -155,7 +155,7 @@ class Approvals(Attachment):
         ask again, unless the decision added a rule that covers the operation.
         """
         who, name = call.caller, digest(call)
-        assert who is not None, "upkeep asks nobody"
+        assert isinstance(who, Caller), "carrel's own work asks nobody"
         if who.approval is not None:
             record = await self.known(who.approval)
             asker = _asker(call)
@@ -407,7 +407,7 @@ class Approvals(Attachment):
         if removed:
             log.info("%d old approvals were removed", removed)
 
-    async def forget(self, context_id: str) -> None:
+    async def forget(self, caller: Caller | OwnWork, context_id: str) -> None:
         """Delete the approvals of a deleted context, pending ones too."""
         if await self._store.forget(context_id):
             self.wake()

@@ -7,7 +7,7 @@ from typing import Protocol
 from carrel.control.governance.approvals import Approvals, Redact
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.call import Call
-from carrel.control.operations.caller import caller
+from carrel.control.operations.caller import Caller
 from carrel.errors import CarrelError, InvalidRequest
 from carrel.identity import Identity, may_decide
 from carrel.models import ApprovalBatch, ApprovalBatchResult, ApprovalDecision, ApprovalInfo, ApprovalScope
@@ -34,13 +34,13 @@ class ApprovalDecisions:
         self._rules = rules
         self._redact = redact
 
-    async def decide(self, approval_id: str, decision: ApprovalDecision, by: Identity) -> ApprovalInfo:
+    async def decide(self, caller: Caller, approval_id: str, decision: ApprovalDecision) -> ApprovalInfo:
         """Approve or deny; `Denied` for a caller who may not, `Conflict` when it is decided or has expired."""
         record = await self._approvals.known(approval_id)
         arguments = {"approval": approval_id, **decision.model_dump(mode="json", exclude_none=True)}
-        call = Call(DECIDE_APPROVAL, arguments, caller.get(), record.sandbox_id, record.context_id)
+        call = Call(DECIDE_APPROVAL, arguments, caller, record.sandbox_id, record.context_id)
         async with self._admission.admit(call):
-            return await self._decide(record, decision, by)
+            return await self._decide(record, decision, caller.identity)
 
     async def _decide(self, record: ApprovalRecord, decision: ApprovalDecision, by: Identity) -> ApprovalInfo:
         refused = may_decide(by, record.requested_by, record.context_id)
@@ -68,12 +68,12 @@ class ApprovalDecisions:
             self._approvals.wake()
         return found.info()
 
-    async def decide_all(self, batch: ApprovalBatch, by: Identity) -> ApprovalBatchResult:
+    async def decide_all(self, caller: Caller, batch: ApprovalBatch) -> ApprovalBatchResult:
         """Decide several approvals alike; one that cannot be decided does not stop the others."""
         result = ApprovalBatchResult(decided=[])
         for approval_id in dict.fromkeys(batch.ids):
             try:
-                result.decided.append(await self.decide(approval_id, batch.decision, by))
+                result.decided.append(await self.decide(caller, approval_id, batch.decision))
             except CarrelError as error:
                 result.refused[approval_id] = str(error)
         return result

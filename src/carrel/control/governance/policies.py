@@ -15,13 +15,12 @@ from datetime import UTC, datetime
 
 from carrel.control.governance.deciding import Decider
 from carrel.control.operations.call import Call
-from carrel.control.operations.caller import caller
+from carrel.control.operations.caller import Caller
 from carrel.control.sessions.masks import unmasked
 from carrel.control.sessions.owners import discovers, whose
 from carrel.control.sessions.templates import Templates
 from carrel.egress.outbound.rules import EgressRules
 from carrel.errors import AlreadyExists, Conflict, InvalidRequest, PlatformError
-from carrel.identity import Scope
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.models import Explanation, PolicyDocuments, PolicyInfo, PolicyWarning
 from carrel.policy.documents import settings as settings_document
@@ -186,13 +185,13 @@ class Policies:
         await self._store.delete(context_id)
         self._forget(context_id)
 
-    async def copy(self, origin: str, context_id: str) -> Callable[[], Awaitable[None]]:
+    async def copy(self, caller: Caller, origin: str, context_id: str) -> Callable[[], Awaitable[None]]:
         """Give a fork the policy of its origin; return a function that undoes it. A context may still have a policy
         from before it was deleted: only an administrator may replace that, or a fork could be used to change rules.
         """
         record, own = await self._store.get(origin), await self._store.get(context_id)
         given, has = ((each.settings, each.sources) if each else (None, None) for each in (record, own))
-        if own is not None and has != given and not caller.get().identity.has(Scope.ADMINISTER):
+        if own is not None and has != given and not caller.administers:
             raise AlreadyExists(
                 f"context '{context_id}' has a policy of its own",
                 field="context_id",

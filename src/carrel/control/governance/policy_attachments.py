@@ -69,4 +69,4 @@ class PolicyMasks(Attachment):
 
     async def fork(self, fork: Fork) -> None:
         """Give a fork the policy of its origin."""
-        fork.undo.push_async_callback(await self._policies.copy(fork.origin, fork.context_id))
+        fork.undo.push_async_callback(await self._policies.copy(fork.caller, fork.origin, fork.context_id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from carrel.control.governance.policies import Policies
+from carrel.control.operations.caller import OWN_WORK
 from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
 from carrel.control.sessions.sessions import Sessions
@@ -30,7 +31,7 @@ class PolicyChanges:
         if not given.restart:
             return info.model_copy(update={"restart_needed": True})
         await self._sessions.stop(box.record.id, "its policy was changed")
-        await self._sessions.deploy_or_resume(SandboxRequest(context_id=context_id))
+        await self._sessions.deploy_or_resume(OWN_WORK, SandboxRequest(context_id=context_id))
         return info
 
     async def delete(self, context_id: str) -> None:

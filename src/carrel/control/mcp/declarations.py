@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from carrel.control.mcp.links import McpLinks
+from carrel.control.operations.caller import OWN_WORK, Caller, OwnWork
 from carrel.control.operations.operations import OwnOperations
 from carrel.control.python.environment_checks import Requester, requirements_of
 from carrel.control.python.environments import Environments
@@ -78,10 +79,10 @@ class McpDeclarations(Attachment):
 
     async def fork(self, fork: Fork) -> None:
         """Give a fork the servers of its origin."""
-        fork.undo.push_async_callback(self.forget, fork.context_id)
+        fork.undo.push_async_callback(self.forget, fork.caller, fork.context_id)
         await self._store.copy(fork.origin, fork.context_id)
 
-    async def forget(self, context_id: str) -> None:
+    async def forget(self, caller: Caller | OwnWork, context_id: str) -> None:
         """Delete the servers of a context."""
         await self._store.forget(context_id)
         for key in self._seen.keys():  # noqa: SIM118 - a cache is no mapping
@@ -131,10 +132,10 @@ class McpInstaller:
         """
         place = f"{WORKSPACE}/{NPM_PLACE}/{server}"
         # A project of its own, or npm would look for one above. `--prefix` would hide the host's settings from it.
-        await self._operations.write_file(box.record.id, f"{place}/package.json", b'{"private": true}\n')
+        await self._operations.write_file(OWN_WORK, box.record.id, f"{place}/package.json", b'{"private": true}\n')
         command = ["npm", "install", "--no-audit", "--no-fund", "--no-progress", "--loglevel=error"]
         wanted = CommandRequest(command=[*command, *(request.npm or ())], cwd=place, timeout=self._timeout_s)
-        ran = await self._operations.run_command(box.record.id, wanted)
+        ran = await self._operations.run_command(OWN_WORK, box.record.id, wanted)
         if ran.timed_out or ran.exit_code != 0:
             said = (ran.stderr or ran.stdout).strip()[-LONGEST_WORDS:]
             why = f"within {self._timeout_s:g} seconds" if ran.timed_out else said or f"it ended with {ran.exit_code}"
@@ -148,7 +149,7 @@ class McpInstaller:
             return None
         program = f"{place}/node_modules/.bin/{name}"
         try:
-            await self._operations.forward(STAT_FILE, box.record.id, StatRequest(path=program))
+            await self._operations.forward(OWN_WORK, STAT_FILE, box.record.id, StatRequest(path=program))
         except FileMissing:
             return None
         return program
@@ -158,13 +159,13 @@ class McpInstaller:
         could put another into the workspace.
         """
         wanted = CommandRequest(command=["/bin/sh", "-c", 'command -v -- "$1"', "sh", name], timeout=LOOK_S)
-        return (await self._operations.run_command(box.record.id, wanted)).exit_code == 0
+        return (await self._operations.run_command(OWN_WORK, box.record.id, wanted)).exit_code == 0
 
     async def remove(self, box: LiveSandbox, server: str) -> None:
         """Delete what npm installed for a server."""
         try:
             unwanted = DeleteRequest(path=f"{NPM_PLACE}/{server}", recursive=True)
-            await self._operations.forward(DELETE_FILE, box.record.id, unwanted)
+            await self._operations.forward(OWN_WORK, DELETE_FILE, box.record.id, unwanted)
         except FileMissing:
             return
 

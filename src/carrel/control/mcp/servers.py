@@ -11,8 +11,8 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,7 +37,7 @@ from carrel.control.mcp.links import (
     timeout_answer,
 )
 from carrel.control.mcp.platform import PlatformServer, PlatformServers
-from carrel.control.operations.caller import caller
+from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
 from carrel.control.python.calls import Redactors
 from carrel.control.sessions.live import LiveSandbox
@@ -110,18 +110,18 @@ class McpServers:
 
     # declaring
 
-    async def add(self, name: str, server: str, request: McpServerRequest) -> McpServerInfo:
+    async def add(self, caller: Caller, name: str, server: str, request: McpServerRequest) -> McpServerInfo:
         """Declare a server, or declare it again: install its packages, and ask it for its catalogue."""
         session, context = await self._durable(name)
         if server in self._platform:
             raise Conflict(f"the operator runs an MCP server '{server}'", field="server", hint="choose another name")
         arguments = policy_arguments(server, request)
-        async with self._operations.admit(op.ADD_MCP_SERVER, arguments, session.id, context):
+        async with self._operations.admit(caller, op.ADD_MCP_SERVER, arguments, session.id, context):
             _room(len([each for each in await self._store.list(context) if each.name != server]))
             environment = await self._installing.python(session, request)
             program = None
             if request.npm is not None:
-                async with self._in_use(session) as box:
+                async with self._in_use(caller, session) as box:
                     program = await self._installing.npm(box, server, request)
             now = time.time()
             record = McpServerRecord(
@@ -142,10 +142,10 @@ class McpServers:
                 await self._discovery.look(session, record)
             return await self._info(session, await self._known(context, server))
 
-    async def remove(self, name: str, server: str) -> None:
+    async def remove(self, caller: Caller, name: str, server: str) -> None:
         """End a server and forget it. Its npm packages are deleted if its sandbox runs."""
         session, context = await self._durable(name)
-        async with self._operations.admit(op.REMOVE_MCP_SERVER, {"server": server}, session.id, context):
+        async with self._operations.admit(caller, op.REMOVE_MCP_SERVER, {"server": server}, session.id, context):
             record = await self._known(context, server)
             await self._store.delete(context, server)
             self._declarations.changed(context, server)
@@ -154,21 +154,21 @@ class McpServers:
             if declared(record).npm is not None and box is not None:
                 await self._installing.remove(box, server)
 
-    async def start(self, name: str, server: str) -> McpServerInfo:
+    async def start(self, caller: Caller, name: str, server: str) -> McpServerInfo:
         """Enable a server and start it."""
         session, context = await self._durable(name)
-        async with self._operations.admit(op.ENABLE_MCP_SERVER, {"server": server}, session.id, context):
+        async with self._operations.admit(caller, op.ENABLE_MCP_SERVER, {"server": server}, session.id, context):
             record = await self._known(context, server)
-            async with self._in_use(session) as box:
-                await self._conversation(box, record, starting=True)
+            async with self._in_use(caller, session) as box:
+                await self._conversation(caller, box, record, starting=True)
             await self._store.enable(context, server, enabled=True)
             self._declarations.changed(context, server)
             return await self._info(session, await self._known(context, server))
 
-    async def stop(self, name: str, server: str) -> McpServerInfo:
+    async def stop(self, caller: Caller, name: str, server: str) -> McpServerInfo:
         """End a server, and disable it until it is started again."""
         session, context = await self._durable(name)
-        async with self._operations.admit(op.STOP_MCP_SERVER, {"server": server}, session.id, context):
+        async with self._operations.admit(caller, op.STOP_MCP_SERVER, {"server": server}, session.id, context):
             await self._known(context, server)
             await self._store.enable(context, server, enabled=False)
             self._declarations.changed(context, server)
@@ -177,10 +177,10 @@ class McpServers:
 
     # looking
 
-    async def list(self, name: str) -> McpServerList:
+    async def list(self, caller: Caller, name: str) -> McpServerList:
         """List the servers of a context and of the operator by name, with the state of their processes."""
         session, context = await self._durable(name)
-        async with self._operations.admit(op.LIST_MCP_SERVERS, {}, session.id, context):
+        async with self._operations.admit(caller, op.LIST_MCP_SERVERS, {}, session.id, context):
             processes, redactor = await self._processes(session), await self._redactor(context)
             own = [each for each in await self._store.list(context) if each.name not in self._platform]
             found = [server_info(context, each, processes.get(each.name), redactor) for each in own]
@@ -188,19 +188,19 @@ class McpServers:
             found += [platform_info(context, name, record, redactor) for name, record in outside.items()]
             return McpServerList(items=sorted(found, key=lambda each: each.name))
 
-    async def get(self, name: str, server: str) -> McpServerInfo:
+    async def get(self, caller: Caller, name: str, server: str) -> McpServerInfo:
         session, context = await self._durable(name)
-        async with self._operations.admit(op.GET_MCP_SERVER, {"server": server}, session.id, context):
+        async with self._operations.admit(caller, op.GET_MCP_SERVER, {"server": server}, session.id, context):
             if server in self._platform:
                 record = await self._store.get(PLATFORM, server)
                 return platform_info(context, server, record, await self._redactor(context))
             return await self._info(session, await self._known(context, server))
 
-    async def log(self, name: str, server: str, *, offset: int = 0, limit: int = 64 * 1024) -> McpLog:
+    async def log(self, caller: Caller, name: str, server: str, *, offset: int = 0, limit: int = 64 * 1024) -> McpLog:
         """Return the standard error of a server in the sandbox that runs now."""
         session, context = await self._durable(name)
         arguments = {"server": server, "offset": offset}
-        async with self._operations.admit(op.GET_MCP_LOG, arguments, session.id, context) as traffic:
+        async with self._operations.admit(caller, op.GET_MCP_LOG, arguments, session.id, context) as traffic:
             await self._known(context, server)
             box, redactor = await self._sessions.find(session.id), await self._redactor(context)
             behind = min(offset, redactor.lookbehind, LOG_KEPT)
@@ -215,10 +215,10 @@ class McpServers:
             traffic.count_out(len(page.text))
             return redacted_log(page, before, await self._redactor(context))
 
-    async def catalogue(self, name: str, server: str) -> McpCatalogue:
+    async def catalogue(self, caller: Caller, name: str, server: str) -> McpCatalogue:
         """Return the stored catalogue of a server; starts nothing."""
         session, context = await self._durable(name)
-        async with self._operations.admit(op.GET_MCP_CATALOGUE, {"server": server}, session.id, context):
+        async with self._operations.admit(caller, op.GET_MCP_CATALOGUE, {"server": server}, session.id, context):
             return await self._catalogue(context, server)
 
     async def offered(self, name: str, server: str) -> McpCatalogue:
@@ -233,10 +233,10 @@ class McpServers:
             self._offered.put((context, server), (found, known))
         return found
 
-    async def refresh(self, name: str, server: str) -> McpCatalogue:
+    async def refresh(self, caller: Caller, name: str, server: str) -> McpCatalogue:
         """Ask a server for its catalogue again, in a sandbox of its own."""
         session, context = await self._durable(name)
-        async with self._operations.admit(op.REFRESH_MCP_SERVER, {"server": server}, session.id, context):
+        async with self._operations.admit(caller, op.REFRESH_MCP_SERVER, {"server": server}, session.id, context):
             if server in self._platform:
                 await self._discover_platform(self._platform.get(server))
             else:
@@ -246,12 +246,13 @@ class McpServers:
     # asking
 
     async def request(
-        self, name: str, server: str, request: McpRequest, progress: ProgressFnT | None = None
+        self, caller: Caller, name: str, server: str, request: McpRequest, progress: ProgressFnT | None = None
     ) -> McpResult:
         if not is_tool_name(request.tool):
             raise InvalidRequest("this is not the name of a tool", field="tool", hint="list the tools of the server")
         began = time.monotonic()
         answer = await self._ask(
+            caller,
             name,
             server,
             request.tool,
@@ -270,19 +271,21 @@ class McpServers:
             duration_ms=(time.monotonic() - began) * 1000,
         )
 
-    async def read_resource(self, name: str, server: str, uri: str) -> Json:
+    async def read_resource(self, caller: Caller, name: str, server: str, uri: str) -> Json:
         """Read a resource. Decided as `mcp(server:resources/read)`."""
         ask: Ask = lambda speaker: speaker.read_resource(uri, MCP_TIMEOUT_S)  # noqa: E731
-        return await self._ask(name, server, "resources/read", {"uri": uri}, ask, MCP_TIMEOUT_S)
+        return await self._ask(caller, name, server, "resources/read", {"uri": uri}, ask, MCP_TIMEOUT_S)
 
-    async def get_prompt(self, name: str, server: str, prompt: str, arguments: Mapping[str, str] | None) -> Json:
+    async def get_prompt(
+        self, caller: Caller, name: str, server: str, prompt: str, arguments: Mapping[str, str] | None
+    ) -> Json:
         """Get a prompt with its arguments filled in. Decided as `mcp(server:prompts/get)`."""
         ask: Ask = lambda speaker: speaker.get_prompt(prompt, arguments, MCP_TIMEOUT_S)  # noqa: E731
         given = {"prompt": prompt, "arguments": dict(arguments or {})}
-        return await self._ask(name, server, "prompts/get", given, ask, MCP_TIMEOUT_S)
+        return await self._ask(caller, name, server, "prompts/get", given, ask, MCP_TIMEOUT_S)
 
     async def _ask(
-        self, name: str, server: str, tool: str, given: Mapping[str, object], ask: Ask, timeout: float
+        self, caller: Caller, name: str, server: str, tool: str, given: Mapping[str, object], ask: Ask, timeout: float
     ) -> Json:
         """Admit a request and send it to a server. Return its answer without secrets; a refusal is an answer too."""
         size_in = given_size(given)
@@ -292,7 +295,7 @@ class McpServers:
         outcome = OK
         arguments = {"server": server, "tool": tool, **given}
         try:
-            async with self._operations.admit(op.MCP_REQUEST, arguments, session.id, context) as traffic:
+            async with self._operations.admit(caller, op.MCP_REQUEST, arguments, session.id, context) as traffic:
                 traffic.count_in(size_in)
                 try:
                     if outside:
@@ -300,7 +303,7 @@ class McpServers:
                             answer = await ask(speaker)
                     else:
                         known = await self._declared(context, server)
-                        answer = await self._ask_in_sandbox(session, known, ask)
+                        answer = await self._ask_in_sandbox(caller, session, known, ask)
                 except NoAnswer:
                     answer = timeout_answer(timeout)
                 except RequestRefused as error:
@@ -316,13 +319,15 @@ class McpServers:
         finally:
             self._metrics.mcp_called("platform" if outside else "context", outcome, time.monotonic() - began)
 
-    async def _ask_in_sandbox(self, session: SessionRecord, record: McpServerRecord, ask: Ask) -> Json:
-        async with self._in_use(session) as box:
-            conversation = await self._conversation(box, record)
+    async def _ask_in_sandbox(self, caller: Caller, session: SessionRecord, record: McpServerRecord, ask: Ask) -> Json:
+        async with self._in_use(caller, session) as box:
+            conversation = await self._conversation(caller, box, record)
             async with self._links.watching(box, record.name, conversation):
                 return await ask(conversation)
 
-    async def _conversation(self, box: LiveSandbox, record: McpServerRecord, *, starting: bool = False) -> Any:
+    async def _conversation(
+        self, caller: Caller, box: LiveSandbox, record: McpServerRecord, *, starting: bool = False
+    ) -> Any:
         """Return the conversation with a server. If its process has to be started, the start is admitted too."""
         known = self._links.current(box, record.name, record.generation)
         if known is not None and (record.enabled or starting):  # another carrel server may have disabled it
@@ -342,10 +347,11 @@ class McpServers:
         arguments = policy_arguments(record.name, declared(record))
         arguments.pop("install", None)
         session = box.record
-        with _without_approval():
-            async with self._operations.admit(op.START_MCP_SERVER, arguments, session.id, session.context_id):
-                record = await self._ready(session, record)
-                return await self._links.open(box, record.name, launch(record, record.environment), check)
+        # The approval of the caller was used for the call, and the start is another operation.
+        caller = replace(caller, approval=None)
+        async with self._operations.admit(caller, op.START_MCP_SERVER, arguments, session.id, session.context_id):
+            record = await self._ready(session, record)
+            return await self._links.open(box, record.name, launch(record, record.environment), check)
 
     async def _ready(self, session: SessionRecord, record: McpServerRecord) -> McpServerRecord:
         """Return a server with its environment, built again if it no longer exists."""
@@ -380,12 +386,12 @@ class McpServers:
         return next((box for box in self._sessions.live() if box.record.id == session.id), None)
 
     @asynccontextmanager
-    async def _in_use(self, session: SessionRecord) -> AsyncIterator[LiveSandbox]:
+    async def _in_use(self, caller: Caller, session: SessionRecord) -> AsyncIterator[LiveSandbox]:
         """Return the sandbox of a session, resumed if it is stopped, and keep it in use for the block."""
         try:
             box = await self._sessions.find(session.id)
         except NotRunning:
-            await self._operations.deploy_or_resume(SandboxRequest(context_id=session.context_id))
+            await self._operations.deploy_or_resume(caller, SandboxRequest(context_id=session.context_id))
             box = await self._sessions.find(session.owner)
         box.in_flight += 1
         box.touch()
@@ -454,13 +460,3 @@ def _room(others: int) -> None:
         raise LimitExceeded(
             f"a context has {MOST_MCP_SERVERS} MCP servers at most", field="server", hint="remove one first"
         )
-
-
-@contextmanager
-def _without_approval() -> Iterator[None]:
-    """Drop the caller's approval for the block: it was used for the call, and the start is another operation."""
-    token = caller.set(replace(caller.get(), approval=None))
-    try:
-        yield
-    finally:
-        caller.reset(token)

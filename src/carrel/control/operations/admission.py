@@ -19,6 +19,7 @@ from carrel.audit.records import AuditEntry, Ending, chain_of, server_chain
 from carrel.control.governance.approvals import Approvals, Permit
 from carrel.control.governance.policies import Policies
 from carrel.control.operations.call import Call, Traffic, refusal
+from carrel.control.operations.caller import OwnWork
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.control.supervisor.connection import run
@@ -62,7 +63,7 @@ class Admission:
         ticket: Ticket | None = None
         admitted = False
         try:
-            if call.caller is not None:
+            if not isinstance(call.caller, OwnWork):
                 verdict = await self._decide(call)
                 if verdict.asks:
                     permit = await self._approvals.permit(call, verdict)
@@ -91,7 +92,7 @@ class Admission:
             seconds = time.monotonic() - began
             if ticket is not None:
                 ticket.end(Ending(outcome, seconds * 1000, traffic.bytes_in, traffic.bytes_out))
-            if call.caller is not None and call.proxy_verdict is None:
+            if not isinstance(call.caller, OwnWork) and call.proxy_verdict is None:
                 self._metrics.operated(call.kind, call.name, outcome, seconds)
             if permit is not None:
                 run.set(outer_run)
@@ -114,7 +115,7 @@ class Admission:
 
     async def _entry(self, call: Call, verdict: Verdict, approval: str | None) -> AuditEntry:
         # A rule may quote a secret, and a caller chooses the id of its request.
-        request_id = None if call.caller is None else call.caller.request_id
+        request_id = None if isinstance(call.caller, OwnWork) else call.caller.request_id
         shown = await self._secrets.clean(
             call.owner, {"arguments": call.arguments, "rule": verdict.rule, "request": request_id}
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from carrel.control.operations.caller import Caller
+from carrel.control.operations.caller import Caller, OwnWork
 from carrel.errors import Denied
 from carrel.models.operations import Kind, Operation
 from carrel.policy.verdict import Verdict
@@ -16,11 +16,11 @@ SELF = "carrel"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an operation. `caller` is None for carrel's own work."""
+    """One call of an operation."""
 
     operation: Operation
     arguments: Mapping[str, object]
-    caller: Caller | None
+    caller: Caller | OwnWork
     sandbox_id: str = ""
     context_id: str | None = None
     asks_as: str = ""
@@ -32,6 +32,10 @@ class Call:
     """For an outbound connection: the verdict of the proxy. Admission is never milder, and leaves the audit record to
     the log of the proxy: only the proxy knows when the connection opens and how it ends.
     """
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.caller, Caller | OwnWork):
+            raise TypeError(f"a call needs a caller: {self.operation.name}")
 
     @property
     def kind(self) -> Kind:
@@ -50,7 +54,7 @@ class Call:
     @property
     def subject(self) -> str:
         """The name of the caller."""
-        return SELF if self.caller is None else self.caller.identity.subject
+        return SELF if isinstance(self.caller, OwnWork) else self.caller.identity.subject
 
 
 class Traffic:

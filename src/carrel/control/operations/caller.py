@@ -1,6 +1,6 @@
-"""The caller of the current request, and how it wants to be answered when a person has to decide.
+"""Who asks for an operation: a caller, with the way it wants to be answered when a person has to decide, or carrel.
 
-The API sets it, admission reads it; it follows the request through every task that the request starts.
+The API makes a `Caller` for each request. It is passed as an argument from there to admission.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 
-from carrel.identity import ROOT, Identity
+from carrel.identity import Identity
+from carrel.models.operations import Scope
 
 
 def _there() -> bool:
@@ -24,11 +24,15 @@ class Caller:
     caller has `gone` meanwhile.
     """
 
-    identity: Identity = ROOT
+    identity: Identity
     approval: str | None = None
     wait_s: float = 0.0
     request_id: str | None = None
     gone: Callable[[], bool] = _there
+
+    @property
+    def administers(self) -> bool:
+        return self.identity.has(Scope.ADMINISTER)
 
     def own(self, key: str | None) -> str | None:
         """Return a key that the caller chose as one that no other caller can have, even with the same text."""
@@ -38,5 +42,14 @@ class Caller:
         return hashlib.sha256(json.dumps(said).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-caller: ContextVar[Caller] = ContextVar("carrel_caller", default=Caller())  # noqa: B039 - it is frozen
-"""Without a request it is the server itself, as an administrator."""
+@dataclass(frozen=True, slots=True)
+class OwnWork:
+    """carrel itself: upkeep, builds, installs. Its operations are neither decided nor recorded."""
+
+    @property
+    def administers(self) -> bool:
+        """False: upkeep must not drop rules that only an administrator may drop."""
+        return False
+
+
+OWN_WORK = OwnWork()

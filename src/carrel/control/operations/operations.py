@@ -9,12 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from carrel.control.governance.redaction import clean_info, clean_result, in_thread_if_large
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.call import Call, Traffic
-from carrel.control.operations.caller import Caller, caller
+from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.operations.checks import (
     Emptied,
     R,
@@ -53,6 +53,7 @@ from carrel.models import operations as op
 from carrel.models.operations import A, ForwardedOperation, Operation, Q
 from carrel.store import SessionRecord
 
+C = TypeVar("C", bound=Caller | OwnWork)
 Longest = Callable[[SessionRecord], Awaitable[float | None]]
 """Returns the longest time that the policy allows a command of a session; None for no limit."""
 
@@ -64,8 +65,8 @@ class PackageBuilds(Protocol):
         """Wait a short time for packages that are being built: the next command may need them."""
 
 
-class SandboxOperations(ABC):
-    """The operations on running sandboxes, whoever asks for them."""
+class SandboxOperations(ABC, Generic[C]):
+    """The operations on running sandboxes, for one kind of caller."""
 
     def __init__(self, sessions: Sessions, admission: Admission, secrets: SecretValues, longest: Longest):
         self._sessions = sessions
@@ -74,32 +75,33 @@ class SandboxOperations(ABC):
         self._admission = admission
 
     @abstractmethod
-    def _caller(self) -> Caller | None:
-        """Return who asks; None for carrel itself."""
-
-    @abstractmethod
     async def _wait_for_packages(self, box: LiveSandbox) -> None:
         """Wait for the packages of the sandbox's template, where its commands may need them."""
 
     def admit(
-        self, operation: Operation, arguments: Mapping[str, object], sandbox_id: str = "", context_id: str | None = None
+        self,
+        caller: C,
+        operation: Operation,
+        arguments: Mapping[str, object],
+        sandbox_id: str = "",
+        context_id: str | None = None,
     ) -> AbstractAsyncContextManager[Traffic]:
         """Admit an operation on a whole session, or one that needs no running sandbox."""
-        return self._admission.admit(Call(operation, arguments, self._caller(), sandbox_id, context_id))
+        return self._admission.admit(Call(operation, arguments, caller, sandbox_id, context_id))
 
     @asynccontextmanager
     async def enter(
-        self, name: str, operation: Operation, arguments: Mapping[str, object]
+        self, caller: C, name: str, operation: Operation, arguments: Mapping[str, object]
     ) -> AsyncIterator[tuple[LiveSandbox, Traffic]]:
         """Admit an operation on a running sandbox, which counts as in use meanwhile. A lost sandbox is ended."""
-        box, who = await self._sessions.find(name), self._caller()
-        if who is not None:
-            _require_open(box, who)
+        box = await self._sessions.find(name)
+        if isinstance(caller, Caller):
+            require_open(caller, box)
         record = box.record
-        call = Call(operation, arguments, who, record.id, record.context_id, box.asks_as, box.instance)
+        call = Call(operation, arguments, caller, record.id, record.context_id, box.asks_as, box.instance)
         async with self._admission.admit(call) as traffic:
             box.in_flight += 1
-            if who is not None:  # carrel's own work is no activity of the agent
+            if isinstance(caller, Caller):  # carrel's own work is no activity of the agent
                 box.touch()
             try:
                 yield box, traffic
@@ -108,43 +110,43 @@ class SandboxOperations(ABC):
                 raise
             finally:
                 box.in_flight -= 1
-                if who is not None:
+                if isinstance(caller, Caller):
                     box.touch()
 
     # sessions
 
     async def deploy_or_resume(
-        self, request: SandboxRequest, idempotency_key: str | None = None
+        self, caller: C, request: SandboxRequest, idempotency_key: str | None = None
     ) -> tuple[SandboxInfo, bool]:
         """Return the running sandbox of a context, started if necessary, and whether it was started."""
         arguments = request.model_dump(mode="json", exclude={"env"}, exclude_defaults=True)
         if variables := await self._sessions.new_variables(request):
             arguments["env"] = variables
-        who = self._caller()
-        async with self.admit(op.DEPLOY_OR_RESUME, arguments, context_id=request.context_id):
-            return await self._sessions.deploy_or_resume(request, None if who is None else who.own(idempotency_key))
+        async with self.admit(caller, op.DEPLOY_OR_RESUME, arguments, context_id=request.context_id):
+            key = caller.own(idempotency_key) if isinstance(caller, Caller) else None
+            return await self._sessions.deploy_or_resume(caller, request, key)
 
-    async def terminate(self, name: str, request: TerminateRequest) -> SandboxInfo:
+    async def terminate(self, caller: C, name: str, request: TerminateRequest) -> SandboxInfo:
         record = await self._sessions.record(name)
-        async with self.admit(op.TERMINATE, request.model_dump(), record.id, record.context_id):
+        async with self.admit(caller, op.TERMINATE, request.model_dump(), record.id, record.context_id):
             return await self._sessions.terminate(
-                name, request.reason, snapshot=request.snapshot, delete_workspace=request.delete_files
+                caller, name, request.reason, snapshot=request.snapshot, delete_workspace=request.delete_files
             )
 
-    async def stop(self, name: str) -> SandboxInfo:
+    async def stop(self, caller: C, name: str) -> SandboxInfo:
         """End the sandbox and keep its workspace; `deploy_or_resume` starts it again."""
         record = await self._sessions.record(name)
-        async with self.admit(op.STOP, {}, record.id, record.context_id):
+        async with self.admit(caller, op.STOP, {}, record.id, record.context_id):
             return await self._sessions.stop(name, "stopped on request")
 
     # commands
 
-    async def run_command(self, name: str, request: CommandRequest) -> CommandResult:
+    async def run_command(self, caller: C, name: str, request: CommandRequest) -> CommandResult:
         if request.interactive:
             raise InvalidRequest(
                 "an interactive command runs in the background", field="interactive", hint="start it, then send input"
             )
-        async with self.enter(name, op.RUN_COMMAND, asked(request)) as (box, traffic):
+        async with self.enter(caller, name, op.RUN_COMMAND, asked(request)) as (box, traffic):
             await self._wait_for_packages(box)
             body, timeout = command_body(request, box.record.limits.timeout_s)
             if request.stdin is not None:
@@ -152,11 +154,13 @@ class SandboxOperations(ABC):
             result = await box.connection.run_command(body, timeout, request.output_limit)
             return await self.conclude(box, traffic, result)
 
-    async def start_command(self, name: str, request: CommandRequest, *, attended: bool = False) -> CommandInfo:
+    async def start_command(
+        self, caller: C, name: str, request: CommandRequest, *, attended: bool = False
+    ) -> CommandInfo:
         """Start a command in the background. `attended`: the caller reads the output until the end. Then a request
         without a deadline gets the deadline of the sandbox; otherwise only the one of the policy.
         """
-        async with self.enter(name, op.START_COMMAND, asked(request)) as (box, traffic):
+        async with self.enter(caller, name, op.START_COMMAND, asked(request)) as (box, traffic):
             await self._wait_for_packages(box)
             default = box.record.limits.timeout_s
             if request.timeout is None and not attended:
@@ -166,31 +170,31 @@ class SandboxOperations(ABC):
                 traffic.count_in(size_of(request.stdin))
             return await self._clean_info(box, await box.connection.start_command(body))
 
-    async def list_commands(self, name: str) -> CommandList:
-        async with self.enter(name, op.LIST_COMMANDS, {}) as (box, _):
+    async def list_commands(self, caller: C, name: str) -> CommandList:
+        async with self.enter(caller, name, op.LIST_COMMANDS, {}) as (box, _):
             found = await box.connection.list_commands()
             redactor = await self._redactor(box.record.owner)
             for info in found.items:
                 info.oom_killed = bool(box.starved.get(info.id))
             return CommandList(items=[clean_info(redactor, info) for info in found.items])
 
-    async def get_command(self, name: str, command_id: str) -> CommandInfo:
+    async def get_command(self, caller: C, name: str, command_id: str) -> CommandInfo:
         require_id(command_id)
-        async with self.enter(name, op.GET_COMMAND, {"id": command_id}) as (box, _):
+        async with self.enter(caller, name, op.GET_COMMAND, {"id": command_id}) as (box, _):
             return await self._clean_info(box, await box.connection.get_command(command_id))
 
-    async def command_result(self, name: str, command_id: str) -> CommandResult:
+    async def command_result(self, caller: C, name: str, command_id: str) -> CommandResult:
         require_id(command_id)
-        async with self.enter(name, op.COMMAND_RESULT, {"id": command_id}) as (box, traffic):
+        async with self.enter(caller, name, op.COMMAND_RESULT, {"id": command_id}) as (box, traffic):
             return await self.conclude(box, traffic, await box.connection.command_result(command_id))
 
     async def command_output(
-        self, name: str, command_id: str, *, offset: int = 0, follow: bool = True
+        self, caller: C, name: str, command_id: str, *, offset: int = 0, follow: bool = True
     ) -> AsyncIterator[StreamChunk]:
         """Yield the output from `offset` on: first an empty `open`, last an `end` with the checked info as JSON."""
         require_id(command_id)
         arguments = {"id": command_id, "offset": offset}
-        async with self.enter(name, op.COMMAND_OUTPUT, arguments) as (box, traffic):
+        async with self.enter(caller, name, op.COMMAND_OUTPUT, arguments) as (box, traffic):
             current = partial(self._redactor, box.record.owner)
             open_at = partial(box.connection.command_output, command_id, follow=follow)
             chunks = stream_output(box, traffic, current, open_at, offset)
@@ -198,37 +202,37 @@ class SandboxOperations(ABC):
                 async for chunk in chunks:
                     yield chunk
 
-    async def send_input(self, name: str, command_id: str, data: bytes, *, close: bool = False) -> None:
+    async def send_input(self, caller: C, name: str, command_id: str, data: bytes, *, close: bool = False) -> None:
         require_id(command_id)
         arguments = {"id": command_id, "bytes": len(data)}
-        async with self.enter(name, op.SEND_INPUT, arguments) as (box, traffic):
+        async with self.enter(caller, name, op.SEND_INPUT, arguments) as (box, traffic):
             traffic.count_in(len(data))
             await box.connection.send_input(command_id, data, close=close)
 
-    async def signal_command(self, name: str, command_id: str, request: SignalRequest) -> None:
+    async def signal_command(self, caller: C, name: str, command_id: str, request: SignalRequest) -> None:
         require_id(command_id)
         arguments = {"id": command_id, "signal": request.signal}
-        async with self.enter(name, op.SIGNAL_COMMAND, arguments) as (box, _):
+        async with self.enter(caller, name, op.SIGNAL_COMMAND, arguments) as (box, _):
             await box.connection.signal_command(command_id, request.model_dump())
 
-    async def resize_terminal(self, name: str, command_id: str, size: TerminalSize) -> None:
+    async def resize_terminal(self, caller: C, name: str, command_id: str, size: TerminalSize) -> None:
         require_id(command_id)
-        async with self.enter(name, op.RESIZE_TERMINAL, {"id": command_id}) as (box, _):
+        async with self.enter(caller, name, op.RESIZE_TERMINAL, {"id": command_id}) as (box, _):
             await box.connection.resize_terminal(command_id, size.model_dump())
 
-    async def delete_command(self, name: str, command_id: str) -> None:
+    async def delete_command(self, caller: C, name: str, command_id: str) -> None:
         """Kill a command with its whole process tree, and forget it."""
         require_id(command_id)
-        async with self.enter(name, op.DELETE_COMMAND, {"id": command_id}) as (box, _):
+        async with self.enter(caller, name, op.DELETE_COMMAND, {"id": command_id}) as (box, _):
             await box.connection.delete_command(command_id)
 
-    async def execute(self, name: str, request: ExecuteRequest) -> ExecuteResult:
+    async def execute(self, caller: C, name: str, request: ExecuteRequest) -> ExecuteResult:
         """Run shell text with files; the result has the names of the files that it produced."""
         if request.env_name is not None or request.requirements is not None:
             raise InvalidRequest("an environment is for Python", field="env_name", hint="use language 'python'")
         arguments: dict[str, object] = {"command": request.code} | brought(request.files)
         arguments |= request.model_dump(include={"timeout"}, exclude_defaults=True)
-        async with self.enter(name, op.EXECUTE, arguments) as (box, traffic):
+        async with self.enter(caller, name, op.EXECUTE, arguments) as (box, traffic):
             await self._wait_for_packages(box)
             if request.files:
                 _room(box)
@@ -245,11 +249,11 @@ class SandboxOperations(ABC):
     # files
 
     async def read_file(
-        self, name: str, path: str, *, offset: int = 0, length: int | None = None
+        self, caller: C, name: str, path: str, *, offset: int = 0, length: int | None = None
     ) -> AsyncIterator[int | bytes | None]:
         """Yield the number of bytes to come (None if unknown), then the bytes of the file."""
         checked_path(path)
-        async with self.enter(name, op.READ_FILE, {"path": path}) as (box, traffic):
+        async with self.enter(caller, name, op.READ_FILE, {"path": path}) as (box, traffic):
             stream = await box.connection.read_file(path, offset or None, length)
             try:
                 yield stream.length
@@ -261,6 +265,7 @@ class SandboxOperations(ABC):
 
     async def write_file(
         self,
+        caller: C,
         name: str,
         path: str,
         content: AsyncIterator[bytes] | bytes,
@@ -276,7 +281,7 @@ class SandboxOperations(ABC):
             )
         checked_path(path)
         arguments = {"path": path} | ({} if mode is None else {"mode": mode})
-        async with self.enter(name, op.WRITE_FILE, arguments) as (box, traffic):
+        async with self.enter(caller, name, op.WRITE_FILE, arguments) as (box, traffic):
             _room(box)
             if isinstance(content, bytes):
                 traffic.count_in(len(content))
@@ -284,11 +289,11 @@ class SandboxOperations(ABC):
                 content = _metered(box, content, traffic)
             return await box.connection.write_file(path, content, mode=mode, parents=parents, exclusive=exclusive)
 
-    async def forward(self, operation: ForwardedOperation[Q, A], name: str, request: Q) -> A:
+    async def forward(self, caller: C, operation: ForwardedOperation[Q, A], name: str, request: Q) -> A:
         """Perform an operation that is one request to the supervisor, as its row in the table describes."""
         for field in operation.paths:
             checked_path(getattr(request, field), field)
-        async with self.enter(name, operation, operation.arguments(request)) as (box, traffic):
+        async with self.enter(caller, name, operation, operation.arguments(request)) as (box, traffic):
             if operation.fills_disk:
                 _room(box)
             if operation.content is not None:
@@ -300,8 +305,8 @@ class SandboxOperations(ABC):
 
     # tools and health
 
-    async def health(self, name: str) -> SupervisorHealth:
-        async with self.enter(name, op.HEALTH, {}) as (box, _):
+    async def health(self, caller: C, name: str) -> SupervisorHealth:
+        async with self.enter(caller, name, op.HEALTH, {}) as (box, _):
             return await box.connection.health()
 
     # inner
@@ -318,7 +323,7 @@ class SandboxOperations(ABC):
         return await in_thread_if_large(size, clean_result, await self._redactor(box.record.owner), result)
 
 
-class Operations(SandboxOperations):
+class Operations(SandboxOperations[Caller]):
     """The operations that callers ask for: decided, recorded, and counted as activity of the agent."""
 
     def __init__(
@@ -327,43 +332,34 @@ class Operations(SandboxOperations):
         super().__init__(sessions, admission, secrets, longest)
         self._packages = packages
 
-    def _caller(self) -> Caller:
-        return caller.get()
-
     async def _wait_for_packages(self, box: LiveSandbox) -> None:
         await self._packages.wait_briefly(box)
 
-    def require_open(self, box: LiveSandbox) -> None:
-        """Refuse a sandbox that is not for this caller: one of carrel's own, or one for the calls of another."""
-        _require_open(box, self._caller())
 
-
-class OwnOperations(SandboxOperations):
+class OwnOperations(SandboxOperations[OwnWork]):
     """The operations of carrel itself: upkeep, builds, installs. Nobody decides or records them, and they need no
     packages: packages are made by them.
     """
 
-    def _caller(self) -> None:
-        return None
-
     async def _wait_for_packages(self, box: LiveSandbox) -> None:
         return
 
-    async def empty(self, name: str) -> Emptied:
+    async def empty(self, caller: OwnWork, name: str) -> Emptied:
         """Bring a sandbox back to its first state; the first call records that state."""
-        async with self.enter(name, op.EMPTY, {}) as (box, _):
+        async with self.enter(caller, name, op.EMPTY, {}) as (box, _):
             found = await box.connection.empty()
             if found.clean:
                 box.over_quota = None
             return found
 
 
-def _require_open(box: LiveSandbox, who: Caller) -> None:
+def require_open(caller: Caller, box: LiveSandbox) -> None:
+    """Refuse a sandbox that is not for this caller: one of carrel's own, or one for the calls of another."""
     record, hint = box.record, "make a sandbox of your own"
     if record.acts_for is not None:
         # It has the secrets of a context, or makes what others will use; admission would not know whose rules hold.
         raise NotFound(f"sandbox '{record.id}' is one in which carrel itself works", field="id", hint=hint)
-    if STATELESS in record.labels and box.only_for != (who.identity.subject, who.identity.namespace):
+    if STATELESS in record.labels and box.only_for != (caller.identity.subject, caller.identity.namespace):
         raise NotFound(f"sandbox '{record.id}' is for calls without a context only", field="id", hint=hint)
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from carrel.control.governance.redaction import clean_info
 from carrel.control.operations.call import Traffic
+from carrel.control.operations.caller import Caller
 from carrel.control.operations.checks import brought, size_of
 from carrel.control.operations.operations import Operations
 from carrel.control.python.environment_use import EnvironmentUse
@@ -54,27 +55,27 @@ class PythonOperations:
         self._environments = environments
         self._packages = packages
 
-    async def run(self, name: str, request: PythonRequest) -> PythonResult:
+    async def run(self, caller: Caller, name: str, request: PythonRequest) -> PythonResult:
         """Run code to its end."""
         if request.interactive:
             raise InvalidRequest(
                 "an interactive call runs in the background", field="interactive", hint="start it, then send input"
             )
-        async with self._operations.enter(name, RUN_PYTHON, _asked(request)) as (box, traffic):
-            body, timeout = await self._body(box, request, traffic)
+        async with self._operations.enter(caller, name, RUN_PYTHON, _asked(request)) as (box, traffic):
+            body, timeout = await self._body(caller, box, request, traffic)
             ran = await box.connection.run_python(body, timeout, request.output_limit)
             result = await self._operations.conclude(box, traffic, ran)
             redactor = await self._redactor(box.record.owner)
             return result.model_copy(update={"files_produced": list(map(redactor.text, result.files_produced))})
 
-    async def start(self, name: str, request: PythonRequest) -> CommandInfo:
+    async def start(self, caller: Caller, name: str, request: PythonRequest) -> CommandInfo:
         """Start code in the background: from then on it is a command like any other."""
-        async with self._operations.enter(name, START_PYTHON, _asked(request)) as (box, traffic):
-            body, _ = await self._body(box, request, traffic)
+        async with self._operations.enter(caller, name, START_PYTHON, _asked(request)) as (box, traffic):
+            body, _ = await self._body(caller, box, request, traffic)
             info = await box.connection.start_python(body)
             return clean_info(await self._redactor(box.record.owner), info)
 
-    async def execute(self, name: str, request: ExecuteRequest) -> ExecuteResult:
+    async def execute(self, caller: Caller, name: str, request: ExecuteRequest) -> ExecuteResult:
         """Run code for the route `/execute`, with the result of that route."""
         timeout = None if request.timeout == "default" else request.timeout
         if timeout is not None and not 0 < timeout <= MAX_PYTHON_TIMEOUT_S:
@@ -88,11 +89,11 @@ class PythonOperations:
         env, requirements = request.env_name, request.requirements
         if requirements is not None and request.python_index is not None:
             wanted = EnvironmentAttach(requirements=requirements, index=request.python_index)
-            env, requirements = (await self._environments.attach(name, wanted)).name, None
+            env, requirements = (await self._environments.attach(caller, name, wanted)).name, None
         call = PythonRequest(
             code=request.code, timeout=timeout, files=request.files, env=env, requirements=requirements
         )
-        result = await self.run(name, call)
+        result = await self.run(caller, name, call)
         return ExecuteResult(
             output=result.stdout,
             stderr=result.stderr,
@@ -106,7 +107,9 @@ class PythonOperations:
             files_truncated=result.files_truncated,
         )
 
-    async def _body(self, box: LiveSandbox, request: PythonRequest, traffic: Traffic) -> tuple[bytes, float]:
+    async def _body(
+        self, caller: Caller, box: LiveSandbox, request: PythonRequest, traffic: Traffic
+    ) -> tuple[bytes, float]:
         if request.files and box.over_quota is not None:
             raise LimitExceeded(box.over_quota, field="disk_mb", hint="delete files first, then write again")
         if request.files or request.stdin is not None:
@@ -114,10 +117,10 @@ class PythonOperations:
             traffic.count_in(given + size_of(request.stdin))
         timeout = request.timeout or min(PYTHON_TIMEOUT_S, box.record.limits.timeout_s or PYTHON_TIMEOUT_S)
         body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
-        body |= {"timeout": timeout, "env": await self.environment(box, request)}
+        body |= {"timeout": timeout, "env": await self.environment(caller, box, request)}
         return json.dumps(body, separators=(",", ":")).encode(), timeout
 
-    async def environment(self, box: LiveSandbox, request: NamesEnvironment) -> str | None:
+    async def environment(self, caller: Caller, box: LiveSandbox, request: NamesEnvironment) -> str | None:
         """Return the name of the requested environment in the sandbox, attached if necessary; None for the packages of
         the template, which need no name.
         """
@@ -128,7 +131,7 @@ class PythonOperations:
         name = box.attached.get(key)
         if name is None:
             wanted = EnvironmentAttach(env=request.env, requirements=request.requirements)
-            name = (await self._environments.attach(box.record.id, wanted)).name
+            name = (await self._environments.attach(caller, box.record.id, wanted)).name
             box.attached.put(key, name)
         return name
 

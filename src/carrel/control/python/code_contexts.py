@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from carrel.control.governance.redaction import clean_info, in_thread_if_large
+from carrel.control.operations.caller import Caller
 from carrel.control.operations.checks import deadline_of, require_id, size_of
 from carrel.control.operations.operations import Operations
 from carrel.control.python.calls import NamesEnvironment, Redactors
@@ -33,7 +34,7 @@ _BINARY = ("image/png", "image/jpeg", "image/gif", "application/pdf")
 MOST_REMEMBERED = 256
 """Code contexts of one sandbox whose environment is cached."""
 
-FindEnvironment = Callable[[LiveSandbox, NamesEnvironment], Awaitable[str | None]]
+FindEnvironment = Callable[[Caller, LiveSandbox, NamesEnvironment], Awaitable[str | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +54,31 @@ class CodeContextOperations:
         self._environment = environment
         self._store = store
 
-    async def run_cell(self, name: str, context: str, request: CellRequest) -> CellResult:
+    async def run_cell(self, caller: Caller, name: str, context: str, request: CellRequest) -> CellResult:
         """Run a cell to its end, after the cells before it."""
         _checked(context)
-        async with self._operations.enter(name, op.RUN_CELL, _asked(context, request)) as (box, traffic):
-            body, env = await self._body(box, context, request)
+        async with self._operations.enter(caller, name, op.RUN_CELL, _asked(context, request)) as (box, traffic):
+            body, env = await self._body(caller, box, context, request)
             result, size = await box.connection.run_cell(context, body)
             await self._remember(box, context, env)
             return await self._shown(box, result, size, traffic.count_out)
 
-    async def start_cell(self, name: str, context: str, request: CellRequest) -> CommandInfo:
+    async def start_cell(self, caller: Caller, name: str, context: str, request: CellRequest) -> CommandInfo:
         """Put a cell into the queue; its id is for `cell_output` and `get_cell`."""
         _checked(context)
-        async with self._operations.enter(name, op.RUN_CELL, _asked(context, request)) as (box, _):
-            body, env = await self._body(box, context, request)
+        async with self._operations.enter(caller, name, op.RUN_CELL, _asked(context, request)) as (box, _):
+            body, env = await self._body(caller, box, context, request)
             info = await box.connection.start_cell(context, body)
             await self._remember(box, context, env)
             return clean_info(await self._redactor(box.record.owner), info)
 
     async def cell_output(
-        self, name: str, context: str, cell_id: str, *, offset: int = 0, follow: bool = True
+        self, caller: Caller, name: str, context: str, cell_id: str, *, offset: int = 0, follow: bool = True
     ) -> AsyncIterator[StreamChunk]:
         """Yield the output of a cell from `offset` on."""
         require_id(cell_id)
         arguments = {"code_context": context, "cell": cell_id, "offset": offset}
-        async with self._operations.enter(name, op.CELL_OUTPUT, arguments) as (box, traffic):
+        async with self._operations.enter(caller, name, op.CELL_OUTPUT, arguments) as (box, traffic):
             current = partial(self._redactor, box.record.owner)
             open_at = partial(box.connection.cell_output, context, cell_id, follow=follow)
             chunks = stream_output(box, traffic, current, open_at, offset)
@@ -85,41 +86,46 @@ class CodeContextOperations:
                 async for chunk in chunks:
                     yield chunk
 
-    async def get_cell(self, name: str, context: str, cell_id: str) -> CellResult:
+    async def get_cell(self, caller: Caller, name: str, context: str, cell_id: str) -> CellResult:
         """Wait for the result of a cell."""
         require_id(cell_id)
         arguments = {"code_context": context, "cell": cell_id}
-        async with self._operations.enter(name, op.GET_CELL, arguments) as (box, traffic):
+        async with self._operations.enter(caller, name, op.GET_CELL, arguments) as (box, traffic):
             return await self._shown(box, *await box.connection.get_cell(context, cell_id), traffic.count_out)
 
-    async def list(self, name: str) -> CodeContextList:
-        async with self._operations.enter(name, op.LIST_CODE_CONTEXTS, {}) as (box, _):
+    async def list(self, caller: Caller, name: str) -> CodeContextList:
+        async with self._operations.enter(caller, name, op.LIST_CODE_CONTEXTS, {}) as (box, _):
             return await box.connection.list_code_contexts()
 
-    async def get(self, name: str, context: str) -> CodeContextInfo:
-        async with self._operations.enter(name, op.GET_CODE_CONTEXT, {"code_context": context}) as (box, _):
+    async def get(self, caller: Caller, name: str, context: str) -> CodeContextInfo:
+        async with self._operations.enter(caller, name, op.GET_CODE_CONTEXT, {"code_context": context}) as (box, _):
             return await box.connection.code_context(context)
 
-    async def interrupt(self, name: str, context: str) -> CodeContextInfo:
+    async def interrupt(self, caller: Caller, name: str, context: str) -> CodeContextInfo:
         """Interrupt the cell that runs; the variables stay."""
-        async with self._operations.enter(name, op.INTERRUPT_CODE_CONTEXT, {"code_context": context}) as (box, _):
+        async with self._operations.enter(caller, name, op.INTERRUPT_CODE_CONTEXT, {"code_context": context}) as (
+            box,
+            _,
+        ):
             return await box.connection.code_context(context, "interrupt")
 
-    async def restart(self, name: str, context: str) -> CodeContextInfo:
+    async def restart(self, caller: Caller, name: str, context: str) -> CodeContextInfo:
         """Start the code context again, without its variables."""
-        async with self._operations.enter(name, op.RESTART_CODE_CONTEXT, {"code_context": context}) as (box, _):
+        async with self._operations.enter(caller, name, op.RESTART_CODE_CONTEXT, {"code_context": context}) as (box, _):
             return await box.connection.code_context(context, "restart")
 
-    async def delete(self, name: str, context: str) -> None:
+    async def delete(self, caller: Caller, name: str, context: str) -> None:
         """End a code context and forget its cells."""
         arguments = {"code_context": context}
-        async with self._operations.enter(name, op.DELETE_CODE_CONTEXT, arguments) as (box, _):
+        async with self._operations.enter(caller, name, op.DELETE_CODE_CONTEXT, arguments) as (box, _):
             await self._remember(box, context, None)
             await box.connection.delete_code_context(context)
 
     # inner
 
-    async def _body(self, box: LiveSandbox, context: str, request: CellRequest) -> tuple[bytes, str | None]:
+    async def _body(
+        self, caller: Caller, box: LiveSandbox, context: str, request: CellRequest
+    ) -> tuple[bytes, str | None]:
         """Return the body of the request, and its environment."""
         body: Json = request.model_dump(exclude={"requirements"}, exclude_defaults=True)
         body["timeout"] = deadline_of(request.timeout, box.record.limits.timeout_s)
@@ -127,7 +133,7 @@ class CodeContextOperations:
         had = await self._recalled(box, context)
         if request.env is None and request.requirements is None and had is not None:
             wanted = _EnvironmentName(had)  # the sandbox may have been restarted, here or on another server
-        env = body["env"] = await self._environment(box, wanted)
+        env = body["env"] = await self._environment(caller, box, wanted)
         if had is None:
             await self._remember(box, context, env)  # before the run: the cell may end the sandbox
         return json.dumps(body, separators=(",", ":")).encode(), env

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from packaging.utils import canonicalize_name
 
 from carrel.control.governance.policies import INDEX_LABEL
+from carrel.control.operations.caller import OWN_WORK
 from carrel.control.operations.operations import OwnOperations
 from carrel.control.python.environment_checks import Lock, Requester, ResolvableRequest, lock_of
 from carrel.control.sessions.sessions import Sessions
@@ -122,7 +123,7 @@ class Builder:
             box = await self._start(wanted, asker)
             whole: Callable[[str], Awaitable[None]] | None = None
             try:
-                await self._operations.write_file(box.id, "lock.txt", lock.text.encode())
+                await self._operations.write_file(OWN_WORK, box.id, "lock.txt", lock.text.encode())
                 await self._run(box, make, None, what="no virtual environment could be made")
                 await self._run(box, install, say, what="the packages cannot be installed")
                 whole = harvest
@@ -182,13 +183,13 @@ class Builder:
     ) -> str:
         """Run a command and return its standard output; pass its standard error on as progress."""
         request = CommandRequest(command=command, env=_ENVIRONMENT, timeout=self._timeout_s, stdin=stdin)
-        started = await self._operations.start_command(box.id, request)
+        started = await self._operations.start_command(OWN_WORK, box.id, request)
         lines = LineSplitter(say)
-        async for chunk in self._operations.command_output(box.id, started.id):
+        async for chunk in self._operations.command_output(OWN_WORK, box.id, started.id):
             if chunk.stream == "stderr":
                 lines.feed(chunk.data)
         lines.flush()
-        result = await self._operations.command_result(box.id, started.id)
+        result = await self._operations.command_result(OWN_WORK, box.id, started.id)
         if result.timed_out:
             raise LimitExceeded(f"{what} within {self._timeout_s:g} seconds", hint="ask for less, or try again")
         if result.exit_code != 0:

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import Any, Generic, TypeVar
 
 from carrel.config import EnvironmentSettings
-from carrel.control.operations.caller import caller
+from carrel.control.operations.caller import Caller
 from carrel.control.python.environment_builds import Builder
 from carrel.control.python.environment_checks import (
     Lock,
@@ -142,14 +142,14 @@ class Environments:
 
     # finding
 
-    def find(self, name: str, holder: str | None = None) -> EnvironmentRecord:
+    def find(self, caller: Caller, name: str, holder: str | None = None) -> EnvironmentRecord:
         """Return an environment by its name or a label; `NotFound` also when it is out of the reach of the caller,
         unless `holder` has it.
         """
         found = self._known.get(name)
         if found is None:
             found = next((each for each in self._known.values() if name in each.labels), None)
-        elif not self._visible(found) and holder not in self._holds.of(name):
+        elif not self._visible(caller, found) and holder not in self._holds.of(name):
             found = None
         if found is None:
             raise NotFound(f"there is no environment '{name[:64]}'", field="env", hint="`carrel envs` shows them")
@@ -169,29 +169,30 @@ class Environments:
     def records(self) -> Iterable[EnvironmentRecord]:
         return self._known.values()
 
-    async def list(self) -> EnvironmentList:
+    async def list(self, caller: Caller) -> EnvironmentList:
         """List the environments that the caller may use, the last used first."""
         async with self._holds.lock:
             await self._holds.read()
-        found = sorted(filter(self._visible, self._known.values()), key=lambda each: (-each.last_used_at, each.name))
-        return EnvironmentList(items=[self.info(each) for each in found])
+        visible = [each for each in self._known.values() if self._visible(caller, each)]
+        visible.sort(key=lambda each: (-each.last_used_at, each.name))
+        return EnvironmentList(items=[self.info(caller, each) for each in visible])
 
-    def _visible(self, record: EnvironmentRecord) -> bool:
-        return bool(record.labels) or self._reached(record)
+    def _visible(self, caller: Caller, record: EnvironmentRecord) -> bool:
+        return bool(record.labels) or self._reached(caller, record)
 
-    def _reached(self, record: EnvironmentRecord) -> bool:
+    def _reached(self, caller: Caller, record: EnvironmentRecord) -> bool:
         """Whether the caller reaches a context that holds an environment or built it."""
-        reaches = caller.get().identity.reaches
+        reaches = caller.identity.reaches
         if reaches(None):
             return True
         holders = {each for each in self._holds.of(record.name) if not each.startswith(EPHEMERAL)}
         return any(map(reaches, holders if record.built_by is None else {record.built_by, *holders}))
 
-    def info(self, record: EnvironmentRecord) -> EnvironmentInfo:
+    def info(self, caller: Caller, record: EnvironmentRecord) -> EnvironmentInfo:
         """Describe an environment to the caller. The name alone would let any sandbox run it, whatever its policy: so
         an environment that the caller only knows by its label is shown by that, until it is attached.
         """
-        by_name, by = self._reached(record) or not record.labels, record.built_by
+        by_name, by = self._reached(caller, record) or not record.labels, record.built_by
         return EnvironmentInfo(
             name=record.name if by_name else record.labels[0],
             path=f"{ENVIRONMENTS}/{record.name}" if by_name else "",
@@ -204,7 +205,7 @@ class Environments:
             size=record.size,
             created_at=datetime.fromtimestamp(record.created_at, UTC),
             last_used_at=datetime.fromtimestamp(record.last_used_at, UTC),
-            built_by=by if by is not None and caller.get().identity.reaches(by) else None,
+            built_by=by if by is not None and caller.identity.reaches(by) else None,
             in_use=bool(self._holds.of(record.name)),
         )
 
@@ -359,14 +360,14 @@ class Environments:
                 return record
         raise PlatformError("the environment is removed as often as it is built", hint="the disk may be full")
 
-    async def of(self, holder: str) -> EnvironmentList:
+    async def of(self, caller: Caller, holder: str) -> EnvironmentList:
         """List the environments that a context, or an ephemeral session, holds."""
         names = await self._store.holds(holder)
-        return EnvironmentList(items=[self.info(self._known[name]) for name in names if name in self._known])
+        return EnvironmentList(items=[self.info(caller, self._known[name]) for name in names if name in self._known])
 
-    async def release(self, name: str, holder: str) -> None:
+    async def release(self, caller: Caller, name: str, holder: str) -> None:
         """Release an environment; the sandbox can still use it while it exists."""
-        record = self.find(name, holder)
+        record = self.find(caller, name, holder)
         async with self._holds.lock:
             if not await self._holds.release(record.name, holder):
                 raise NotFound(f"'{holder}' does not have the environment '{name}'", field="env")
@@ -391,9 +392,9 @@ class Environments:
 
     # removing
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, caller: Caller, name: str) -> None:
         """Remove an environment; `Conflict` when a session holds it."""
-        record = self.find(name)
+        record = self.find(caller, name)
         async with self._holds.lock:
             await self._holds.read()
             if held := self._holds.of(record.name):

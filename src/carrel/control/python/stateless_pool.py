@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 
 from carrel.config import RouterSettings
-from carrel.control.operations.caller import caller
+from carrel.control.operations.caller import OWN_WORK, Caller
 from carrel.control.operations.operations import Operations, OwnOperations
 from carrel.control.python.calls import PythonOperations
 from carrel.control.python.stateless_callers import MemoryUse, Owner, PooledSandbox, RoutingTable, WaitingCall
@@ -77,7 +77,7 @@ class StatelessPool:
         """End the sandboxes that the previous process left."""
         for box in self._sessions.live():
             if box.record.ephemeral and STATELESS in box.record.labels:
-                await self._sessions.terminate(box.record.id, "its server is gone")
+                await self._sessions.terminate(OWN_WORK, box.record.id, "its server is gone")
 
     async def close(self) -> None:
         """End all waiting. The sandboxes end with the sessions."""
@@ -99,21 +99,21 @@ class StatelessPool:
         for place in [each for each in self.table.places if each.id == box.record.id]:
             self._forget(place)
 
-    async def run(self, request: StatelessRequest) -> StatelessResult:
+    async def run(self, caller: Caller, request: StatelessRequest) -> StatelessResult:
         """Run code in some sandbox. `LimitExceeded` when none becomes free in time."""
-        async with self.running(request) as (sandbox, result):
-            return result.model_copy(update={"files": await self._produced(sandbox, result.files_produced)})
+        async with self.running(caller, request) as (sandbox, result):
+            return result.model_copy(update={"files": await self._produced(caller, sandbox, result.files_produced)})
 
     @asynccontextmanager
     async def running(
-        self, request: StatelessRequest, put: Put | None = None
+        self, caller: Caller, request: StatelessRequest, put: Put | None = None
     ) -> AsyncIterator[tuple[str, StatelessResult]]:
         """Run code in some sandbox, after `put` has put files into it. The sandbox stays for the block, with the files
         that the code produced; nobody else uses it meanwhile.
         """
         outcome = OK
         try:
-            async with self._ran(request, put) as (place, result):
+            async with self._ran(caller, request, put) as (place, result):
                 yield place.id, result
         except BaseException as error:
             outcome = outcome_of(error)
@@ -123,22 +123,22 @@ class StatelessPool:
 
     @asynccontextmanager
     async def _ran(
-        self, request: StatelessRequest, put: Put | None
+        self, caller: Caller, request: StatelessRequest, put: Put | None
     ) -> AsyncIterator[tuple[PooledSandbox, StatelessResult]]:
-        identity = caller.get().identity
+        identity = caller.identity
         env = request.env_name
         if request.requirements is not None:
             env = json.dumps([sorted(request.requirements), request.python_index])
         call = ExecuteRequest(language="python", **request.model_dump(exclude={"template"}, exclude_defaults=True))
         for _ in range(_TRIES):
-            async with self._held((identity.subject, identity.namespace), request.template, env) as place:
+            async with self._held(caller, (identity.subject, identity.namespace), request.template, env) as place:
                 if not await self._alive(place):
                     continue
                 if put is not None:
                     with self._in_time(place):
                         await put(place.id)
                 try:
-                    done = await self._python.execute(place.id, call)
+                    done = await self._python.execute(caller, place.id, call)
                 except NotRunning:  # the sandbox ended before the call reached it
                     if put is not None:
                         break  # the files were a stream, which cannot be read twice
@@ -163,12 +163,14 @@ class StatelessPool:
     # getting a sandbox
 
     @asynccontextmanager
-    async def _held(self, owner: Owner, template: str | None, env: str | None) -> AsyncIterator[PooledSandbox]:
+    async def _held(
+        self, caller: Caller, owner: Owner, template: str | None, env: str | None
+    ) -> AsyncIterator[PooledSandbox]:
         """Hold a sandbox for one call; afterwards it is emptied, or ended."""
         place = await self._wait(owner, template, env)
         clean = False
         try:
-            await self._enter(place, owner)
+            await self._enter(caller, place, owner)
             yield place
             clean = True
         except CarrelError as error:
@@ -234,16 +236,16 @@ class StatelessPool:
 
     # the life of a sandbox
 
-    async def _enter(self, place: PooledSandbox, owner: Owner) -> None:
+    async def _enter(self, caller: Caller, place: PooledSandbox, owner: Owner) -> None:
         """Start the sandbox, or admit the use of a spare; from now on it is the caller's."""
         request = SandboxRequest(template=place.template, labels={STATELESS: "call"})
         if place.state == "starting":
-            info, _ = await self._operations.deploy_or_resume(request)
+            info, _ = await self._operations.deploy_or_resume(caller, request)
             await self._started(place, info)
             place.state = "busy"
         elif not place.entered:
             arguments = request.model_dump(mode="json", exclude_defaults=True)
-            async with self._operations.admit(DEPLOY_OR_RESUME, arguments, place.id):
+            async with self._operations.admit(caller, DEPLOY_OR_RESUME, arguments, place.id):
                 pass
         place.entered = True
 
@@ -258,11 +260,11 @@ class StatelessPool:
         await self._sessions.lost(box)
         return False
 
-    async def _produced(self, id: str, names: list[str]) -> dict[str, str]:
+    async def _produced(self, caller: Caller, id: str, names: list[str]) -> dict[str, str]:
         """Return the contents of the files that a call produced, as far as they may be read and fit."""
         files: dict[str, str] = {}
         left = MOST_RETURNED
-        async with aclosing(contents(self._operations, id, names)) as found:
+        async with aclosing(contents(caller, self._operations, id, names)) as found:
             async for name, each in found:
                 if isinstance(each, CarrelError) or (len(each) if isinstance(each, bytes) else each.size) > left:
                     continue
@@ -282,7 +284,7 @@ class StatelessPool:
 
     async def _look(self, place: PooledSandbox) -> None:
         """Empty a sandbox; the first call records its first state."""
-        found = await self._own.empty(place.id)
+        found = await self._own.empty(OWN_WORK, place.id)
         place.reusable, place.load = found.clean, MemoryUse(found.memory_bytes)
         if not found.clean:
             log.info("sandbox %s is not in its first state: %s", place.id, found.reason)
@@ -344,7 +346,7 @@ class StatelessPool:
         place.state = "ending"
         try:
             if place.id:
-                await self._sessions.terminate(place.id, reason)
+                await self._sessions.terminate(OWN_WORK, place.id, reason)
         except CarrelError as error:
             log.warning("sandbox %s of the router could not be ended: %s", place.id, error)
         finally:
@@ -365,7 +367,7 @@ class StatelessPool:
     async def _start_spare(self, place: PooledSandbox) -> None:
         request = SandboxRequest(template=place.template, labels={STATELESS: "spare"})
         try:
-            info, _ = await self._own.deploy_or_resume(request)
+            info, _ = await self._own.deploy_or_resume(OWN_WORK, request)
         except CarrelError as error:
             log.info("no spare sandbox could be started: %s", error)
             self._forget(place)
@@ -384,7 +386,7 @@ class StatelessPool:
         self._let_go(place)
 
     def _background(self, work: Coroutine[object, object, None]) -> None:
-        """Run work of the server in a task without the identity of a caller."""
+        """Run work of the server in a task that does not belong to the approved run of a caller."""
         if self._closing:
             work.close()
             return

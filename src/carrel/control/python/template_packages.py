@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Sequence
 
+from carrel.control.operations.caller import OWN_WORK, Caller
 from carrel.control.operations.operations import OwnOperations
 from carrel.control.python.environment_checks import Requester, requirements_of
 from carrel.control.python.environments import Environments, Say
@@ -98,12 +99,12 @@ class TemplatePackages:
             box.refused = (failure, time.monotonic() + PAUSE_S)
             raise failure from None
 
-    async def info(self, box: LiveSandbox, say: Say | None = None) -> EnvironmentInfo:
+    async def info(self, caller: Caller, box: LiveSandbox, say: Say | None = None) -> EnvironmentInfo:
         """Describe the environment of the template of a sandbox; `NotFound` when there is none."""
         record = await self.attach(box, say)
         if record is None:
             raise NotFound("the template of this sandbox has no packages", field="template", hint="name an environment")
-        return self._environments.info(record)
+        return self._environments.info(caller, record)
 
     async def templates(self) -> TemplateList:
         """List every template; one with packages says whether they are built."""
@@ -116,9 +117,9 @@ class TemplatePackages:
             ]
         )
 
-    async def environments(self) -> EnvironmentList:
+    async def environments(self, caller: Caller) -> EnvironmentList:
         """List every environment, with the templates that need exactly its packages."""
-        found = await self._environments.list()
+        found = await self._environments.list(caller)
         wanted: dict[tuple[str, ...], list[str]] = {}
         for each in (await self._templates.list()).items:
             if each.packages:
@@ -151,7 +152,7 @@ class TemplatePackages:
                     found.name, found.imports if recipe.imports is None else recipe.imports
                 )
                 make = CommandRequest(command=[f"{PLACE}/carrel-venv", "--there"], timeout=DELIVERY_S)
-                await self._operations.run_command(record.id, make)
+                await self._operations.run_command(OWN_WORK, record.id, make)
                 box.packages, box.refused = found.name, None
             return found
         finally:

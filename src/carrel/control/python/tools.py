@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from pydantic import ValidationError
 
+from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
 from carrel.control.python.calls import PythonOperations
 from carrel.errors import InvalidRequest
@@ -23,23 +24,23 @@ class Tools:
         self._operations = operations
         self._python = python
 
-    async def execute(self, name: str, request: ExecuteRequest) -> ExecuteResult:
+    async def execute(self, caller: Caller, name: str, request: ExecuteRequest) -> ExecuteResult:
         """Run code with files; the result has the names of the files that it produced."""
         if request.language == "python":
-            return await self._python.execute(name, request)
-        return await self._operations.execute(name, request)
+            return await self._python.execute(caller, name, request)
+        return await self._operations.execute(caller, name, request)
 
-    async def call(self, name: str, request: ToolRequest) -> ToolResult:
+    async def call(self, caller: Caller, name: str, request: ToolRequest) -> ToolResult:
         """Call a named tool: `create_file` or `python_exec`."""
         if request.tool_name not in TOOLS:
             raise InvalidRequest(
                 f"there is no tool '{request.tool_name}'", field="tool_name", hint=f"the tools are: {', '.join(TOOLS)}"
             )
         if request.tool_name == "python_exec":
-            ran = await self._python.run(name, python_exec(request.params))
+            ran = await self._python.run(caller, name, python_exec(request.params))
             return ToolResult(tool_name=request.tool_name, result=ran.model_dump(mode="json"))
         path, content, mode = create_file(request.params)
-        info = await self._operations.write_file(name, path, content, mode=mode)
+        info = await self._operations.write_file(caller, name, path, content, mode=mode)
         return ToolResult(tool_name=request.tool_name, result=info.model_dump(mode="json"))
 
 

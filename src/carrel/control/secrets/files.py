@@ -8,7 +8,7 @@ import logging
 from carrel.control.egress.plans import Plans
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.call import Call
-from carrel.control.operations.caller import caller
+from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.attachments import Attachment, Fork
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
@@ -77,9 +77,9 @@ class SecretFiles(Attachment):
         given: list[SecretInfo] = []
         fork.undo.push_async_callback(self._values.take_back, fork.context_id, given)
         arguments = {"from": fork.origin, "names": names}
-        async with self._admission.admit(Call(COPY_SECRETS, arguments, caller.get(), "", fork.context_id)):
+        async with self._admission.admit(Call(COPY_SECRETS, arguments, fork.caller, "", fork.context_id)):
             await self._values.copy(fork.origin, fork.context_id, names, given)
 
-    async def forget(self, context_id: str) -> None:
+    async def forget(self, caller: Caller | OwnWork, context_id: str) -> None:
         """Forget all secrets of a context, and their former values."""
         await self._values.forget(context_id)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, fields
 
+from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.sessions.live import LiveSandbox
 from carrel.models import SandboxRequest
 from carrel.providers import Masks
@@ -21,9 +22,12 @@ from carrel.store import SessionRecord
 class LaunchPlan:
     """A sandbox that is about to start, as far as it is planned."""
 
+    caller: Caller | OwnWork
     request: SandboxRequest
     """The request, with the template's values filled in."""
     record: SessionRecord
+    previous: SessionRecord | None
+    """The last session of the context, if it had one."""
     provider: Provider
     masks: Masks | None = None
     """The programs and files that the sandbox must not reach."""
@@ -37,6 +41,7 @@ class LaunchPlan:
 class Fork:
     """A fork that is being made."""
 
+    caller: Caller
     origin: str
     context_id: str
     with_secrets: bool
@@ -79,7 +84,7 @@ class Attachment:
     async def fork(self, fork: Fork) -> None:
         """Give a new context what its origin has."""
 
-    async def forget(self, context_id: str) -> None:
+    async def forget(self, caller: Caller | OwnWork, context_id: str) -> None:
         """Delete everything of a context that is deleted for good."""
 
 
@@ -88,6 +93,7 @@ class Attachments:
     """Every attachment of a server, in the order in which they are called. None can be left out."""
 
     templates: Attachment
+    owner: Attachment
     limits: Attachment
     network: Attachment
     filespace: Attachment
@@ -163,6 +169,6 @@ class Attachments:
             await fork.undo.aclose()
             raise
 
-    async def forget(self, context_id: str) -> None:
+    async def forget(self, caller: Caller | OwnWork, context_id: str) -> None:
         for each in reversed(list(self)):
-            await each.forget(context_id)
+            await each.forget(caller, context_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from carrel.control.governance.policies import Policies
 from carrel.control.governance.policy_changes import PolicyChanges
+from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
 from carrel.control.secrets.service import SecretService
 from carrel.control.sessions.sessions import Sessions
@@ -40,16 +41,16 @@ class ContextDeletion:
         self._changes = changes
         self._files = files
 
-    async def forget(self, context_id: str) -> None:
+    async def forget(self, caller: Caller, context_id: str) -> None:
         """End the session of a context and delete all its data; `NotFound` when there is none."""
-        async with self._operations.admit(FORGET_CONTEXT, {}, context_id=context_id):
+        async with self._operations.admit(caller, FORGET_CONTEXT, {}, context_id=context_id):
             if not await self._known(context_id):
                 raise NotFound(
                     f"nothing is known of a context '{context_id[:128]}'",
                     field="context_id",
                     hint="`carrel ps --all` shows contexts, terminated ones too",
                 )
-            await self._sessions.delete(context_id, "forgotten")
+            await self._sessions.delete(caller, context_id, "forgotten")
             await self._files.erase(context_id)
             await self._changes.delete(context_id)  # last: its rules hold until everything else is gone
 

@@ -11,11 +11,9 @@ import time
 from collections.abc import Mapping
 
 from carrel.config import Settings
-from carrel.control.operations.caller import caller
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
 from carrel.control.sessions.placement import resolve
 from carrel.errors import Conflict, InvalidRequest
-from carrel.identity import OwnerKind
 from carrel.models import SandboxRequest, State
 from carrel.providers import Masks
 from carrel.providers.base import Capability, Launch, Provider
@@ -114,16 +112,6 @@ def launch(
         masks=masks,
         trust=trust,
     )
-
-
-def agent_of(previous: SessionRecord | None, template: str | None) -> str | None:
-    """Return the agent that owns a workspace: the previous one; else the calling agent or service, by the name of its
-    token; else, for a person, the template.
-    """
-    if previous is not None and not previous.forgotten and previous.agent is not None:
-        return previous.agent
-    identity = caller.get().identity
-    return template if identity.kind is OwnerKind.PERSON else identity.subject.partition(":")[2] or None
 
 
 def changes(record: SessionRecord) -> dict[str, object]:

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from carrel.audit import AuditEntry, AuditLog, chain_of
-from carrel.control.operations.caller import Caller, caller
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.workspaces import Workspaces
 from carrel.errors import CarrelError
-from carrel.identity import Identity, OwnerKind
 from carrel.models import SandboxInfo, State
 from carrel.store import SessionRecord, SessionStore
 
@@ -26,10 +24,6 @@ GONE_FOR_GOOD_S = DAY_S
 """How long another server has to delete a workspace of its own."""
 LEAST_WARNING = 7
 """A warning comes a day before, or a seventh of the whole time before if that is less."""
-UPKEEP = Identity("carrel", OwnerKind.SERVICE, frozenset())
-"""The identity of the sweep. It has no scopes: waiting must not delete more than a caller who is no
-administrator can.
-"""
 
 
 def warning_s(ttl_s: float) -> float:
@@ -57,18 +51,14 @@ class WorkspaceRetention:
 
     async def sweep(self) -> None:
         """Warn of old workspaces, delete those that were warned of, and remove files that moved to another server."""
-        reset = caller.set(Caller(UPKEEP))
-        try:
-            await self._leave_moved()
-            if self._ttl_s is None:
-                return
-            for record in [*await self._store.in_states((State.STOPPED, State.ERROR)), *await self._ended_here()]:
-                try:
-                    await self._look(record, self._ttl_s)
-                except CarrelError as error:  # a failure must not stop the others
-                    log.warning("the workspace of %s could not be deleted: %s", record.owner, error)
-        finally:
-            caller.reset(reset)
+        await self._leave_moved()
+        if self._ttl_s is None:
+            return
+        for record in [*await self._store.in_states((State.STOPPED, State.ERROR)), *await self._ended_here()]:
+            try:
+                await self._look(record, self._ttl_s)
+            except CarrelError as error:  # a failure must not stop the others
+                log.warning("the workspace of %s could not be deleted: %s", record.owner, error)
 
     async def mark_kept(self, infos: Sequence[SandboxInfo]) -> None:
         """Mark terminated sessions whose files are still here: only the last session of a context has them."""

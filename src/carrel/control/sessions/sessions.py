@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
+from carrel.control.operations.caller import OWN_WORK, Caller, OwnWork
 from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.leases import Leases
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
@@ -132,15 +133,15 @@ class Sessions:
     # making
 
     async def deploy_or_resume(
-        self, request: SandboxRequest, idempotency_key: str | None = None
+        self, caller: Caller | OwnWork, request: SandboxRequest, idempotency_key: str | None = None
     ) -> tuple[SandboxInfo, bool]:
         """Return the running sandbox of a context, started if necessary, and whether it was started."""
         if idempotency_key is None:
-            return await self._deploy(request, None)
+            return await self._deploy(caller, request, None)
         async with self.lock(f"key {idempotency_key}"):
             made = await self._store.of_key(idempotency_key)
             if made is None:
-                return await self._deploy(request, idempotency_key)
+                return await self._deploy(caller, request, idempotency_key)
             if made.context_id != request.context_id:
                 raise Conflict(
                     "this idempotency key was used for another request",
@@ -149,7 +150,7 @@ class Sessions:
                 )
             if made.ephemeral or made.state is State.TERMINATED:
                 return self._info(made), False
-            return await self._deploy(request, None)
+            return await self._deploy(caller, request, None)
 
     async def new_variables(self, request: SandboxRequest) -> dict[str, str]:
         """Return the requested variables that change which programs run, without those that the session already has."""
@@ -160,11 +161,13 @@ class Sessions:
                 wanted = {name: value for name, value in wanted.items() if kept.get(name) != value}
         return wanted
 
-    async def _deploy(self, request: SandboxRequest, key: str | None) -> tuple[SandboxInfo, bool]:
+    async def _deploy(
+        self, caller: Caller | OwnWork, request: SandboxRequest, key: str | None
+    ) -> tuple[SandboxInfo, bool]:
         if self._starting.closing:
             raise PlatformError("the server is shutting down", hint="ask again when it is back")
         if request.context_id is None:
-            return await self._starting.start(request, None, None, key), True
+            return await self._starting.start(caller, request, None, None, key), True
         async with self.lock(f"context {request.context_id}"):
             box = self._live.find(request.context_id)
             if box is not None:
@@ -173,14 +176,16 @@ class Sessions:
                 refuse_differences(box.record, request)
                 await self._live.end(box, self._attachments)
             try:
-                return await self._start_of_context(request, key), True
+                return await self._start_of_context(caller, request, key), True
             except AlreadyExists:  # another server was quicker: it has the session now
-                return await self._start_of_context(request, key), True
+                return await self._start_of_context(caller, request, key), True
 
-    async def _start_of_context(self, request: SandboxRequest, key: str | None) -> SandboxInfo:
+    async def _start_of_context(
+        self, caller: Caller | OwnWork, request: SandboxRequest, key: str | None
+    ) -> SandboxInfo:
         previous = await self._store.newest_of_context(request.context_id or "")
         existing = previous if previous is not None and previous.state is not State.TERMINATED else None
-        return await self._starting.start(request, previous, existing, key)
+        return await self._starting.start(caller, request, previous, existing, key)
 
     async def _reuse(self, box: LiveSandbox, request: SandboxRequest) -> SandboxInfo:
         refuse_differences(box.record, request)
@@ -198,7 +203,7 @@ class Sessions:
         """
         if self._starting.closing:
             raise PlatformError("the server is shutting down", hint="ask again when it is back")
-        return await self._starting.start(request, None, None, None, acts_for=acts_for, seed=seed)
+        return await self._starting.start(OWN_WORK, request, None, None, None, acts_for=acts_for, seed=seed)
 
     async def end_own(self, session_id: str, harvest: Callable[[str], Awaitable[None]] | None = None) -> None:
         """End such a sandbox. `harvest` gets the path of its files when nothing runs in it any more, and must not
@@ -260,7 +265,13 @@ class Sessions:
             await self._store.update(record.id, fence=record.fence, release=True, node=node, notice=None)
 
     async def terminate(
-        self, name: str, reason: str = "", *, snapshot: bool | None = None, delete_workspace: bool = False
+        self,
+        caller: Caller | OwnWork,
+        name: str,
+        reason: str = "",
+        *,
+        snapshot: bool | None = None,
+        delete_workspace: bool = False,
     ) -> SandboxInfo:
         """End a session for good. An ephemeral workspace is deleted, a durable one with `delete_workspace`. May be
         repeated.
@@ -278,13 +289,13 @@ class Sessions:
             elif record.context_id and await self._store.of_context(record.context_id):
                 return record.info()  # the workspace belongs to a newer session of the same context
             if delete_workspace and record.context_id is not None:
-                await self._forget(record.context_id)
+                await self._forget(caller, record.context_id)
         return record.info()
 
-    async def delete(self, context_id: str, reason: str) -> None:
+    async def delete(self, caller: Caller, context_id: str, reason: str) -> None:
         """Delete a context: end its session if it has one, then delete everything but its filespace and its policy."""
         async with self.lock(f"context {context_id}"):
-            await self._delete(await self._store.of_context(context_id), context_id, reason)
+            await self._delete(caller, await self._store.of_context(context_id), context_id, reason)
 
     async def expire(self, record: SessionRecord, unused_since: float) -> bool:
         """Delete the files of a context that was not used since then. Snapshots that a caller took stay, and with them
@@ -299,7 +310,7 @@ class Sessions:
                 return False  # the workspace belongs to a newer session of the same context
             newest = await self._workspaces.asked_for(context)
             if newest is None:
-                await self._delete(record, context, "expired")
+                await self._delete(OWN_WORK, record, context, "expired")
                 return True
             fence = None if ended else (await self._leases.take(record)).fence
             await self._workspaces.expire(context)
@@ -307,17 +318,19 @@ class Sessions:
             await self._store.update(record.id, changes, fence=fence, release=not ended)
             return True
 
-    async def _delete(self, record: SessionRecord | None, context_id: str, reason: str) -> None:
+    async def _delete(
+        self, caller: Caller | OwnWork, record: SessionRecord | None, context_id: str, reason: str
+    ) -> None:
         if record is not None and record.state is not State.TERMINATED:
             if self._live.get(record.id) is None:
                 record = await self._leases.take(record)
             await self._end(record, Event.TERMINATE, reason, kept=True)
-        await self._forget(context_id)
+        await self._forget(caller, context_id)
 
-    async def _forget(self, context_id: str) -> None:
+    async def _forget(self, caller: Caller | OwnWork, context_id: str) -> None:
         """Delete everything of an ended context but its filespace and its policy."""
         await self._workspaces.forget(context_id)
-        await self._attachments.forget(context_id)
+        await self._attachments.forget(caller, context_id)
 
     async def stop(self, name: str, reason: str = "", *, error: str | None = None) -> SandboxInfo:
         """End the sandbox and keep the workspace, in the state stopped or error. An ephemeral session is terminated."""

@@ -14,11 +14,12 @@ from dataclasses import replace
 
 from carrel.audit import AuditLog, chain_of
 from carrel.config import Settings
+from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.sessions.attachments import Attachments, LaunchPlan
 from carrel.control.sessions.leases import Leases
 from carrel.control.sessions.lifecycle import Event, next_state
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
-from carrel.control.sessions.request_checks import agent_of, changes, launch, new_record
+from carrel.control.sessions.request_checks import changes, launch, new_record
 from carrel.control.sessions.templates import Templates
 from carrel.control.workspaces.workspaces import Provided, Workspaces
 from carrel.errors import CarrelError, LimitExceeded, PlatformError
@@ -61,6 +62,7 @@ class Starting:
 
     async def start(
         self,
+        caller: Caller | OwnWork,
         request: SandboxRequest,
         previous: SessionRecord | None,
         existing: SessionRecord | None,
@@ -74,12 +76,12 @@ class Starting:
         """
         began = time.monotonic()
         node = self._leases.node
-        request = await self._templates.fill(request, previous)
+        request = await self._templates.fill(caller, request, previous)
         record, provider = new_record(
             request, existing, key, self._settings, self._providers, node, host_memory_mb=self._host_memory_mb
         )
-        record = replace(record, acts_for=acts_for, agent=agent_of(previous, record.template))
-        plan = await self._attachments.plan(LaunchPlan(request, record, provider))
+        record = replace(record, acts_for=acts_for)
+        plan = await self._attachments.plan(LaunchPlan(caller, request, record, previous, provider))
         record = plan.record
         if len(self._live) + self._under_way >= self._settings.max_sandboxes:
             raise LimitExceeded(

@@ -15,12 +15,11 @@ import time
 from dataclasses import dataclass, field
 
 import carrel
-from carrel.control.operations.caller import caller
+from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.python.environment_checks import requirements_of
 from carrel.control.sessions.attachments import Attachment
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
-from carrel.identity import Scope
 from carrel.isolation.rootfs import WORKSPACE
 from carrel.models import Limits, SandboxRequest, State, TemplateInfo, TemplateList
 from carrel.policy.documents import recipes
@@ -144,7 +143,7 @@ class Templates(Attachment):
                 hint="let the operator bring the template back",
             ) from None
 
-    async def forget(self, context_id: str) -> None:
+    async def forget(self, caller: Caller | OwnWork, context_id: str) -> None:
         """Forget the template of a deleted context, so that a new context of that name may have another.
 
         A template with rules is kept unless an administrator deletes the context: else an agent could drop its rules by
@@ -153,7 +152,7 @@ class Templates(Attachment):
         record = await self._store.newest_of_context(context_id)
         if record is None or record.state is not State.TERMINATED:
             return
-        if caller.get().identity.has(Scope.ADMINISTER) or not await self._has_rules(record.template):
+        if caller.administers or not await self._has_rules(record.template):
             await self._store.forget(context_id)
 
     async def _has_rules(self, name: str | None) -> bool:
@@ -163,7 +162,9 @@ class Templates(Attachment):
         except PlatformError:
             return True
 
-    async def fill(self, request: SandboxRequest, previous: SessionRecord | None) -> SandboxRequest:
+    async def fill(
+        self, caller: Caller | OwnWork, request: SandboxRequest, previous: SessionRecord | None
+    ) -> SandboxRequest:
         """Return the request with the values of the template that it names, or that its context already has.
 
         A context keeps its template until it is deleted (see `forget`). Only an administrator can choose another for a
@@ -175,7 +176,7 @@ class Templates(Attachment):
         kept = previous.template
         ended = previous.state is State.TERMINATED
         if request.template is not None and request.template != kept:
-            if not (ended and caller.get().identity.has(Scope.ADMINISTER)):
+            if not (ended and caller.administers):
                 raise Conflict(
                     f"this context was made {'without a template' if kept is None else f'by the template {kept!r}'}",
                     field="template",

@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 
 from carrel.audit import AuditLog
 from carrel.config import Settings
+from carrel.control.operations.caller import OWN_WORK
 from carrel.control.operations.operations import OwnOperations
 from carrel.control.sessions.leases import LeaseUpkeep
 from carrel.control.sessions.live import LiveSandbox, SessionNotes
@@ -268,7 +269,7 @@ class Janitor:
             if box.last_activity > horizon or box.in_flight:
                 continue
             try:
-                if (await self._operations.health(box.record.id)).commands_running:
+                if (await self._operations.health(OWN_WORK, box.record.id)).commands_running:
                     box.last_activity = time.time()
                     continue
                 if await self._sessions.stop_idle(box, horizon):
@@ -321,19 +322,19 @@ class Janitor:
 
     async def _anything_runs(self, box: LiveSandbox) -> bool:
         try:
-            return (await self._operations.health(box.record.id)).state == "busy"
+            return (await self._operations.health(OWN_WORK, box.record.id)).state == "busy"
         except CarrelError:
             return True
 
     async def _end_commands(self, box: LiveSandbox) -> None:
         """End the running commands; if processes of ended commands still run, delete those commands too."""
         try:
-            known = (await self._operations.list_commands(box.record.id)).items
+            known = (await self._operations.list_commands(OWN_WORK, box.record.id)).items
             ends = [command for command in known if command.running]
             if not ends and await self._anything_runs(box):
                 ends = known
             for command in ends:
-                await self._operations.delete_command(box.record.id, command.id)
+                await self._operations.delete_command(OWN_WORK, box.record.id, command.id)
         except CarrelError as error:
             log.warning("sandbox %s: its commands could not be ended: %s", box.record.id, error)
             await self._sessions.stop(box.record.id, "disk", error="over its disk limit and not answering")

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
+from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
 from carrel.errors import CarrelError, InvalidRequest, SandboxLost
 from carrel.models import FilesWritten
@@ -68,7 +69,7 @@ class Bundles:
     def __init__(self, operations: Operations):
         self._operations = operations
 
-    async def write(self, name: str, incoming: Incoming) -> FilesWritten:
+    async def write(self, caller: Caller, name: str, incoming: Incoming) -> FilesWritten:
         """Write every file of a bundle. When one fails, those before it stay written."""
         files = size = 0
         small: dict[str, tuple[bytes, str | None]] = {}
@@ -79,26 +80,28 @@ class Bundles:
                 )
             mode = None if part.mode is None else f"{part.mode:03o}"
             if part.path in small or len(small) == AT_ONCE or part.size > SMALL:
-                await self._write(name, small)
+                await self._write(caller, name, small)
             if part.size > SMALL:
-                await self._operations.write_file(name, part.path, incoming.pieces(), mode=mode)
+                await self._operations.write_file(caller, name, part.path, incoming.pieces(), mode=mode)
             else:
                 small[part.path] = await incoming.whole(part), mode
             files, size = files + 1, size + part.size
-        await self._write(name, small)
+        await self._write(caller, name, small)
         return FilesWritten(files=files, bytes=size)
 
-    async def _write(self, name: str, small: dict[str, tuple[bytes, str | None]]) -> None:
-        writes = (self._operations.write_file(name, path, data, mode=mode) for path, (data, mode) in small.items())
+    async def _write(self, caller: Caller, name: str, small: dict[str, tuple[bytes, str | None]]) -> None:
+        writes = (
+            self._operations.write_file(caller, name, path, data, mode=mode) for path, (data, mode) in small.items()
+        )
         answers = await asyncio.gather(*writes, return_exceptions=True)
         small.clear()
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
 
-    async def read(self, name: str, paths: Sequence[str]) -> AsyncIterator[bytes]:
+    async def read(self, caller: Caller, name: str, paths: Sequence[str]) -> AsyncIterator[bytes]:
         """Yield the files as parts of a bundle; for one that cannot be read, a problem."""
-        async with aclosing(contents(self._operations, name, paths)) as found:
+        async with aclosing(contents(caller, self._operations, name, paths)) as found:
             async for path, each in found:
                 if isinstance(each, CarrelError):
                     text = json.dumps(each.problem()).encode()
@@ -121,12 +124,12 @@ class Large:
 
 
 async def contents(
-    operations: Operations, name: str, paths: Sequence[str]
+    caller: Caller, operations: Operations, name: str, paths: Sequence[str]
 ) -> AsyncGenerator[tuple[str, bytes | Large | CarrelError], None]:
     """Yield files in order, reading a few at once; for one that cannot be read, its error."""
     for start in range(0, len(paths), AT_ONCE):
         some = paths[start : start + AT_ONCE]
-        opening = (_open(operations, name, path) for path in some)
+        opening = (_open(caller, operations, name, path) for path in some)
         found = await asyncio.gather(*opening, return_exceptions=True)
         async with AsyncExitStack() as stack:
             for each in found:
@@ -138,9 +141,9 @@ async def contents(
                 yield path, each
 
 
-async def _open(operations: Operations, name: str, path: str) -> bytes | Large:
+async def _open(caller: Caller, operations: Operations, name: str, path: str) -> bytes | Large:
     """Open a file: the bytes of a small one, the size and stream of a large one."""
-    stream = operations.read_file(name, path)
+    stream = operations.read_file(caller, name, path)
     assert isinstance(stream, AsyncGenerator)
     size = await anext(stream)
     if not isinstance(size, int):

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 
 from carrel.control.governance.policy_attachments import PolicyMasks
+from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
 from carrel.control.sessions.masks import hides
 from carrel.control.sessions.sessions import Sessions
@@ -50,11 +51,13 @@ class Filespaces:
 
     # with workspaces
 
-    async def sync(self, name: str, direction: SyncDirection = SyncDirection.BOTH) -> SyncSummary:
+    async def sync(self, caller: Caller, name: str, direction: SyncDirection = SyncDirection.BOTH) -> SyncSummary:
         """Sync the workspace of a running sandbox with its filespace."""
         box = await self._sessions.find(name)
         arguments, record = {"direction": direction.value}, box.record
-        async with self._operations.admit(op.SYNC_FILESPACE, arguments, record.id, record.context_id) as traffic:
+        async with self._operations.admit(
+            caller, op.SYNC_FILESPACE, arguments, record.id, record.context_id
+        ) as traffic:
             if box.record.context_id is None:
                 raise Conflict(
                     "an ephemeral sandbox keeps nothing, so it has no filespace",
@@ -71,18 +74,18 @@ class Filespaces:
     # without workspaces
 
     async def list(
-        self, context: str, *, prefix: str = "", limit: int = 100, cursor: str | None = None
+        self, caller: Caller, context: str, *, prefix: str = "", limit: int = 100, cursor: str | None = None
     ) -> FilespacePage:
         """List the files in the order of their paths."""
         encode(context, ephemeral=False)
-        async with self._operations.admit(op.LIST_FILESPACE, {"path": prefix}, context_id=context):
+        async with self._operations.admit(caller, op.LIST_FILESPACE, {"path": prefix}, context_id=context):
             found, following = await self._store.page(context, prefix=prefix, limit=limit, cursor=cursor)
             return FilespacePage(items=[_file(entry) for entry in found], next=following)
 
-    async def read(self, context: str, path: str) -> AsyncIterator[int | bytes]:
+    async def read(self, caller: Caller, context: str, path: str) -> AsyncIterator[int | bytes]:
         """Yield the size of a file, then its bytes."""
         contents = self._files.contents(context)
-        async with self._operations.admit(op.READ_FILESPACE, {"path": path}, context_id=context) as traffic:
+        async with self._operations.admit(caller, op.READ_FILESPACE, {"path": path}, context_id=context) as traffic:
             entry = await self._store.get(context, _checked(path))
             if entry is None or entry.deleted or entry.hash is None:
                 raise _missing(path)
@@ -93,13 +96,13 @@ class Filespaces:
                 yield piece
 
     async def write(
-        self, context: str, path: str, content: AsyncIterator[bytes] | bytes, *, mode: int = 0o644
+        self, caller: Caller, context: str, path: str, content: AsyncIterator[bytes] | bytes, *, mode: int = 0o644
     ) -> FilespaceFile:
         """Write a file atomically, from bytes or from a stream of any length. It wins over earlier
         writes of its path.
         """
         contents = self._files.contents(context)
-        async with self._operations.admit(op.WRITE_FILESPACE, {"path": path}, context_id=context) as traffic:
+        async with self._operations.admit(caller, op.WRITE_FILESPACE, {"path": path}, context_id=context) as traffic:
             room = await self._room(context, _checked(path))
             draft = await _drafted(contents, content, room)
             traffic.count_in(draft.size)
@@ -111,18 +114,18 @@ class Filespaces:
                 await asyncio.to_thread(draft.drop)
             return _file(next(entry for entry in stored.entries if entry.path == path))
 
-    async def delete(self, context: str, path: str) -> None:
+    async def delete(self, caller: Caller, context: str, path: str) -> None:
         """Delete a file; workspaces follow with their next pull."""
         encode(context, ephemeral=False)
-        async with self._operations.admit(op.DELETE_FILESPACE, {"path": path}, context_id=context):
+        async with self._operations.admit(caller, op.DELETE_FILESPACE, {"path": path}, context_id=context):
             stored = await self._store.put(context, [FilespaceChange(_checked(path))])
             if not stored.entries:
                 raise _missing(path)
 
-    async def forget(self, context: str) -> None:
+    async def forget(self, caller: Caller, context: str) -> None:
         """Delete a filespace with everything in it; the workspace stays. May be repeated."""
         encode(context, ephemeral=False)
-        async with self._operations.admit(op.FORGET_FILESPACE, {}, context_id=context):
+        async with self._operations.admit(caller, op.FORGET_FILESPACE, {}, context_id=context):
             await self._files.erase(context)
 
     # inner

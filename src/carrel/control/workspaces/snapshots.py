@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 
-from carrel.control.operations.caller import caller
+from carrel.control.operations.caller import OWN_WORK, Caller
 from carrel.control.operations.operations import Operations
 from carrel.control.sessions.attachments import Attachments, Fork
 from carrel.control.sessions.live import SessionNotes
@@ -19,7 +19,6 @@ from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.snapshot_keeping import context_of
 from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
 from carrel.errors import Conflict, NotFound
-from carrel.identity import Scope
 from carrel.models import FileChange, FileChanges, SandboxInfo, SandboxRequest, SnapshotInfo, SnapshotPage
 from carrel.models import operations as op
 from carrel.store import SessionRecord
@@ -47,10 +46,10 @@ class Snapshots:
         self._attachments = attachments
         self._notes = notes
 
-    async def take(self, name: str) -> SnapshotInfo:
+    async def take(self, caller: Caller, name: str) -> SnapshotInfo:
         """Take a snapshot; a running sandbox continues meanwhile. It is archived in the background."""
         record, context = await self._durable(name)
-        async with self._operations.admit(op.TAKE_SNAPSHOT, {}, record.id, context):
+        async with self._operations.admit(caller, op.TAKE_SNAPSHOT, {}, record.id, context):
             self._sessions.require_here(record)
             return _info(await self._take(record, "request"))
 
@@ -71,19 +70,19 @@ class Snapshots:
         taken = await self._take(record, "checkpoint")
         await self._notes.write(record, notice=await self._workspaces.keeping.archive_and_prune(taken))
 
-    async def page(self, name: str, *, limit: int = 100, cursor: str | None = None) -> SnapshotPage:
+    async def page(self, caller: Caller, name: str, *, limit: int = 100, cursor: str | None = None) -> SnapshotPage:
         """List the snapshots of a context, newest first."""
         record, context = await self._durable(name)
-        async with self._operations.admit(op.LIST_SNAPSHOTS, {}, record.id, context):
+        async with self._operations.admit(caller, op.LIST_SNAPSHOTS, {}, record.id, context):
             records, following = await self._store.page(context, limit=limit, cursor=cursor)
             return SnapshotPage(items=[_info(record) for record in records], next=following)
 
-    async def restore(self, name: str, snapshot_id: str) -> SandboxInfo:
+    async def restore(self, caller: Caller, name: str, snapshot_id: str) -> SandboxInfo:
         """Replace the files of a workspace by those of a snapshot. A running sandbox is stopped for it and started
         again.
         """
         record, context = await self._durable(name)
-        async with self._operations.admit(op.RESTORE, {"snapshot_id": snapshot_id}, record.id, context):
+        async with self._operations.admit(caller, op.RESTORE, {"snapshot_id": snapshot_id}, record.id, context):
             async with self._workspaces.keeping.using(
                 snapshot_id
             ):  # the stop takes another snapshot, which may prune this one
@@ -91,56 +90,60 @@ class Snapshots:
                 async with self._sessions.stopped(record) as (held, ran):
                     await self._workspaces.restore(held, snapshot)
             if ran:
-                return (await self._sessions.deploy_or_resume(SandboxRequest(context_id=context)))[0]
+                return (await self._sessions.deploy_or_resume(caller, SandboxRequest(context_id=context)))[0]
             return await self._sessions.get(record.id)
 
     async def fork(
-        self, name: str, context_id: str, snapshot_id: str | None = None, *, secrets: bool = True
+        self, caller: Caller, name: str, context_id: str, snapshot_id: str | None = None, *, secrets: bool = True
     ) -> SandboxInfo:
         """Make a new context with the same files and settings, and start it. It gets the secrets too unless `secrets`
         is False.
         """
         record, context = await self._durable(name)
         arguments = {"context_id": context_id, "snapshot_id": snapshot_id, "secrets": secrets}
-        async with self._operations.admit(op.FORK, arguments, record.id, context):
+        async with self._operations.admit(caller, op.FORK, arguments, record.id, context):
             if snapshot_id is None:
                 self._sessions.require_here(record)
                 snapshot_id = (await self._take(record, "fork")).id
             async with self._sessions.lock(f"fork {context_id}"), self._workspaces.keeping.using(snapshot_id):
                 snapshot = await self._ready(snapshot_id, context)
                 await self._sessions.require_unused(context_id)
-                fork = Fork(context, context_id, with_secrets=secrets)
+                fork = Fork(caller, context, context_id, with_secrets=secrets)
                 async with fork.finished:
                     await self._attachments.fork(fork)
                     try:
-                        return await self._fork(snapshot, record, context_id)
+                        return await self._fork(caller, snapshot, record, context_id)
                     except BaseException:
                         if not any(box.record.context_id == context_id for box in self._sessions.live()):
                             await self._unmake(context_id)
                             await fork.undo.aclose()
                         raise
 
-    async def _fork(self, snapshot: SnapshotRecord, record: SessionRecord, context_id: str) -> SandboxInfo:
+    async def _fork(
+        self, caller: Caller, snapshot: SnapshotRecord, record: SessionRecord, context_id: str
+    ) -> SandboxInfo:
         await self._workspaces.fork(snapshot, context_id, cap_bytes(record))
         request = SandboxRequest(
             context_id=context_id, provider=record.provider, trust=record.trust, network=record.network,
             limits=record.limits, env=dict(record.env), labels=dict(record.labels), filespace=record.filespace,
             template=record.template,
         )  # fmt: skip
-        return (await self._sessions.deploy_or_resume(request))[0]
+        return (await self._sessions.deploy_or_resume(caller, request))[0]
 
     async def _unmake(self, context_id: str) -> None:
         """Remove everything of a failed fork but the record of its end. Things that its context had before, such as
         secrets, stay.
         """
         with suppress(NotFound):
-            await self._sessions.terminate(context_id, "the fork could not be made", snapshot=False)
+            await self._sessions.terminate(OWN_WORK, context_id, "the fork could not be made", snapshot=False)
         await self._workspaces.forget(context_id)
 
-    async def diff(self, name: str, before: str, after: str) -> FileChanges:
+    async def diff(self, caller: Caller, name: str, before: str, after: str) -> FileChanges:
         """Return the changes between two snapshots."""
         record, context = await self._durable(name)
-        async with self._operations.admit(op.DIFF_SNAPSHOTS, {"before": before, "after": after}, record.id, context):
+        async with self._operations.admit(
+            caller, op.DIFF_SNAPSHOTS, {"before": before, "after": after}, record.id, context
+        ):
             async with self._workspaces.keeping.using(before, after):
                 first, second = await self._ready(before, context), await self._ready(after, context)
                 changes = await asyncio.to_thread(self._workspaces.stored.diff, first, second)
@@ -152,21 +155,23 @@ class Snapshots:
             ]
             return FileChanges(items=items, truncated=len(changes) > MOST_CHANGES)
 
-    async def export(self, name: str, snapshot_id: str) -> AsyncIterator[bytes]:
+    async def export(self, caller: Caller, name: str, snapshot_id: str) -> AsyncIterator[bytes]:
         """Return a snapshot as a tar stream. The first piece is read at once, so that a damaged snapshot is an error
         and not a broken stream.
         """
         record, context = await self._durable(name)
-        pieces = self._exported(record, context, snapshot_id)
+        pieces = self._exported(caller, record, context, snapshot_id)
         await anext(pieces)
         return pieces
 
-    async def _exported(self, record: SessionRecord, context: str, snapshot_id: str) -> AsyncIterator[bytes]:
+    async def _exported(
+        self, caller: Caller, record: SessionRecord, context: str, snapshot_id: str
+    ) -> AsyncIterator[bytes]:
         """Yield an empty piece as soon as the first one can be read, then all pieces."""
         arguments = {"snapshot_id": snapshot_id}
         # A snapshot contains every file, also those that the agent of the context may not read.
-        row = op.EXPORT_BY_ADMINISTRATOR if caller.get().identity.has(Scope.ADMINISTER) else op.EXPORT
-        admitted = self._operations.admit(row, arguments, record.id, context)
+        row = op.EXPORT_BY_ADMINISTRATOR if caller.administers else op.EXPORT
+        admitted = self._operations.admit(caller, row, arguments, record.id, context)
         async with admitted as traffic, self._workspaces.keeping.using(snapshot_id):
             snapshot = await self._ready(snapshot_id, context)
             chunks = self._workspaces.stored.tar(snapshot)
@@ -182,10 +187,10 @@ class Snapshots:
                 if close is not None:
                     await asyncio.to_thread(close)
 
-    async def delete(self, name: str, snapshot_id: str) -> None:
+    async def delete(self, caller: Caller, name: str, snapshot_id: str) -> None:
         record, context = await self._durable(name)
         arguments = {"snapshot_id": snapshot_id}
-        async with self._operations.admit(op.DELETE_SNAPSHOT, arguments, record.id, context):
+        async with self._operations.admit(caller, op.DELETE_SNAPSHOT, arguments, record.id, context):
             await self._workspaces.keeping.drop(await self._known(snapshot_id, context))
 
     async def _durable(self, name: str) -> tuple[SessionRecord, str]:
