@@ -11,7 +11,7 @@ import ipaddress
 import json
 import logging
 import resource
-from collections.abc import MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import Any, cast
 
@@ -39,6 +39,8 @@ MAX_UNKNOWN = 2048
 _SLICE = 8 * 1024
 """The parser gets pieces of this size, so that it never buffers much more than the largest head."""
 _STATE = "carrel.connection"
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+"""Returns the next message of an ASGI request."""
 
 
 def connections_allowed() -> int:
@@ -189,6 +191,20 @@ class Connections:
         if not of_peer:
             del self._by_peer[connection.peer]
         return True
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body that was already read, then the later messages."""
+    given = False
+
+    async def again() -> MutableMapping[str, Any]:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again
 
 
 def mark_authenticated(scope: MutableMapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from carrel.isolation import probe
 from carrel.isolation.cgroups import host_memory_mb
 from carrel.isolation.rootfs import ENVIRONMENTS
 from carrel.isolation.tools import shared_tools
+from carrel.primitives import tasks
 from carrel.providers.zygotes import ZygoteClient
 
 if TYPE_CHECKING:
@@ -315,8 +316,7 @@ async def _started(resolved: Resolved, workspaces: str) -> AsyncIterator[LocalSa
         try:
             yield box
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await tasks.cancel([watching])
     finally:
         if box is not None:
             box.connection.close()

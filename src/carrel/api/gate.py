@@ -19,11 +19,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from carrel.api.parts import CALLER
 from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode
-from carrel.connections import mark_authenticated
+from carrel.connections import mark_authenticated, replay
 from carrel.control.governance.open_requests import OpenRequest, OpenRequests
 from carrel.control.operations.caller import Caller
 from carrel.errors import CarrelError, InvalidRequest, TooLarge
 from carrel.identity import ROOT, Identity, Tokens
+from carrel.primitives import tasks
 
 log = logging.getLogger("carrel.api")
 
@@ -215,8 +216,7 @@ class Gate:
         try:
             await self._app(scope, replay(body, receive), send)
         finally:
-            listening.cancel()
-            await asyncio.gather(listening, return_exceptions=True)
+            await tasks.cancel([listening])
 
     @staticmethod
     def _streams(scope: Scope) -> bool:
@@ -287,20 +287,6 @@ def _stays_open(message: Message) -> bool:
     """Whether an answer is a stream or a terminal."""
     kind = message["type"]
     return kind == "websocket.accept" or (kind == "http.response.body" and bool(message.get("more_body", False)))
-
-
-def replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives a body that was already read, then the later messages."""
-    given = False
-
-    async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again
 
 
 async def _discard(receive: Receive) -> None:

@@ -22,9 +22,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from carrel.api.gate import replay
 from carrel.api.mcp_calls import PlainCall, invalid_answer, plain_call
 from carrel.api.problems import UNEXPECTED
+from carrel.connections import replay
 from carrel.control.mcp.links import REFUSED, TIMED_OUT
 from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane

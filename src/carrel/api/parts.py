@@ -23,6 +23,7 @@ from carrel.control.supervisor.frames import StreamChunk, TextCutter
 from carrel.errors import InvalidRequest
 from carrel.models import ContextId
 from carrel.models.base import MAX_PATH
+from carrel.primitives import tasks
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -182,9 +183,7 @@ class ClosingStream(StreamingResponse):
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            sending.cancel()
-            leaving.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
+            await tasks.cancel([sending, leaving])
             await self.body_iterator.aclose()  # type: ignore[attr-defined]
         if not sending.cancelled():
             sending.result()

@@ -65,6 +65,7 @@ from carrel.identity import CACHE_S, Tokens
 from carrel.metrics import Metrics
 from carrel.models import HostReport
 from carrel.policy.rules.layers import Layer
+from carrel.primitives import tasks
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.secrets import Vault
@@ -361,9 +362,7 @@ class ControlPlane:
     async def close(self) -> None:
         """End every sandbox and release everything."""
         self.approvals.close()
-        if self._upkeep is not None:
-            self._upkeep.cancel()
-            await asyncio.gather(self._upkeep, return_exceptions=True)
+        await tasks.cancel([self._upkeep])
         if self._webhook is not None:
             await self._webhook.close()
         try:

@@ -18,6 +18,7 @@ from typing import ParamSpec, TypeVar
 from carrel.control.supervisor.frames import FrameReader, StreamChunk
 from carrel.errors import CarrelError, SandboxLost
 from carrel.models import CommandInfo, CommandResult
+from carrel.primitives import tasks
 from carrel.redaction.redact import Redactor, StreamRedactor
 
 P = ParamSpec("P")
@@ -184,9 +185,7 @@ async def _or_quiet(stream: AsyncIterator[bytes], cleaned: OutputRedactor) -> As
                 return
             yield data
     finally:
-        if coming is not None:
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
+        await tasks.cancel([coming])
 
 
 async def _next(stream: AsyncIterator[bytes]) -> bytes | None:

@@ -16,6 +16,7 @@ import httpx
 
 from carrel.errors import InvalidRequest
 from carrel.models import ApprovalInfo
+from carrel.primitives import tasks
 from carrel.primitives.backoff import Backoff
 
 log = logging.getLogger("carrel.webhooks")
@@ -76,9 +77,7 @@ class Webhook:
 
     async def close(self) -> None:
         """Stop; approvals that were not delivered are dropped."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await tasks.cancel([self._task])
 
     async def _run(self) -> None:
         async with httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client:

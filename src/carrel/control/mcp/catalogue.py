@@ -29,6 +29,7 @@ from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
 from carrel.errors import CarrelError, InvalidRequest, TooLarge
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import McpCatalogue, McpLog, McpServerInfo, McpTool, SandboxRequest
+from carrel.primitives import tasks
 from carrel.primitives.keyed_lock import KeyedLocks
 from carrel.redaction.redact import Redactor
 from carrel.store import SessionRecord
@@ -101,10 +102,7 @@ class McpDiscovery:
 
     async def close(self) -> None:
         """Cancel the discoveries under way."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await tasks.cancel(self._running.values())
 
     async def look(self, session: SessionRecord, server: McpServerRecord) -> None:
         """Ask a server of a context for its catalogue, and keep the catalogue or the reason why there is none. A caller

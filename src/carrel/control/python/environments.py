@@ -36,6 +36,7 @@ from carrel.errors import CarrelError, Conflict, NotFound, PlatformError
 from carrel.isolation.rootfs import ENVIRONMENTS
 from carrel.models import EnvironmentInfo, EnvironmentList, EnvironmentPackage, EnvironmentRequest
 from carrel.policy.rules.layers import Policy
+from carrel.primitives import tasks
 from carrel.primitives.cache import Cache
 from carrel.store.environments import EnvironmentRecord, EnvironmentStore
 from carrel.workspaces.environments import Shelf
@@ -134,11 +135,8 @@ class Environments:
 
     async def close(self) -> None:
         """Cancel the builds under way."""
-        tasks: list[asyncio.Task[Any]] = [work.task for work in self._resolving.values()]
-        tasks += [work.task for work in self._building.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        works: list[SharedWork[Any]] = [*self._resolving.values(), *self._building.values()]
+        await tasks.cancel(work.task for work in works)
 
     # finding
 

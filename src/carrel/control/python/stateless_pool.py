@@ -29,6 +29,7 @@ from carrel.errors import CarrelError, LimitExceeded, NotFound, NotRunning, Plat
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import ExecuteRequest, SandboxInfo, SandboxRequest, StatelessRequest, StatelessResult
 from carrel.models.operations import DEPLOY_OR_RESUME
+from carrel.primitives import tasks
 
 log = logging.getLogger("carrel.router")
 
@@ -89,10 +90,7 @@ class StatelessPool:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await tasks.cancel(self._tasks)
 
     def _ended(self, box: LiveSandbox) -> None:
         """Remove a sandbox that is about to end, for whatever reason."""

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from carrel.client import AsyncClient
 from carrel.client.locate import sendable
-from carrel.connections import mark_authenticated
+from carrel.connections import mark_authenticated, replay
 from carrel.errors import CarrelError, PlatformError, TooLarge, Unauthorized
 from carrel.integrations.client_pool import ClientPool
 from carrel.integrations.http import TOKEN_HINT, bearer_token, problem_response
@@ -132,7 +132,7 @@ class TokenGate:
                 mark_authenticated(scope)
             body = await self._body(scope, receive)
             if body is not None:
-                await self._app(scope, _replay(body, receive), watched)
+                await self._app(scope, replay(body, receive), watched)
         except CarrelError as error:
             if started:
                 raise
@@ -173,17 +173,3 @@ class CallContexts(ServerCallContextBuilder):
         return ServerCallContext(
             user=caller, state={"headers": {VERSION_HEADER: version}}, requested_extensions=extensions
         )
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that gives the body once, then passes on that the caller disconnects."""
-    given = False
-
-    async def again() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return again

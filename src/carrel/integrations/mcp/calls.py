@@ -16,6 +16,7 @@ from carrel.errors import InvalidRequest
 from carrel.integrations.mcp.answers import ToolAnswer
 from carrel.integrations.mcp.clients import ContextAccess, T, Work
 from carrel.models.base import Request
+from carrel.primitives import tasks
 
 REPORT_EVERY_S = 1.0
 
@@ -61,8 +62,7 @@ class ToolCall:
         try:
             yield
         finally:
-            ticking.cancel()
-            await asyncio.gather(ticking, return_exceptions=True)
+            await tasks.cancel([ticking])
 
     async def _tick(self, report: Report, words: Callable[[], str]) -> None:
         while True:
