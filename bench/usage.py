@@ -1,4 +1,4 @@
-"""The cost of measuring the size of every workspace, as the janitor does every 30 seconds for 200 of them.
+"""The cost of measuring the size of every workspace, as the server does every 30 seconds for 200 of them.
 
 Measured in processor time, including the kernel's, as a share of one core. Walking is linear in the number of files: a
 quarter of the workspaces is built, and each is walked four times.

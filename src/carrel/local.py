@@ -142,7 +142,7 @@ class LocalCommands:
             error.hint = None  # there is no server that could start it again
             raise
 
-    async def told(self, end: bytes) -> CommandInfo:
+    async def check_end(self, end: bytes) -> CommandInfo:
         """Validate the info of a command that has ended, and ask the provider whether memory ran out."""
         from carrel.control.operations.checks import check, json_object
         from carrel.models import CommandInfo
@@ -197,7 +197,7 @@ class LocalStream:
     async def __aiter__(self) -> AsyncIterator[StreamChunk]:
         async for chunk in self._commands.output(self._command_id):
             if chunk.stream == "end":
-                self.info = await self._commands.told(chunk.data)
+                self.info = await self._commands.check_end(chunk.data)
             else:
                 yield chunk
 

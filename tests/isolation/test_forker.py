@@ -13,7 +13,7 @@ from tests.support.sandboxes import KINDS
 PREPARE = """
 import json, os, socket, sys, time
 from carrel.isolation.forker import SandboxForker, kill
-from carrel.isolation.sandbox import NETWORK, WAY_OUT_PORT, WAY_OUT, Spec
+from carrel.isolation.sandbox import NETWORK, PROXY_PORT, PROXY_LISTENER, Spec
 
 isolate, workspaces = sys.argv[1] == "namespace", sys.argv[2]
 told, tell = os.pipe()
@@ -28,11 +28,11 @@ class Supervisor:
             raise OSError("no luck")
         seen = {"id": born.id, "env": born.env, "workspace": sorted(os.listdir(born.workspace)), "pid": os.getpid(),
                 "uid": os.getuid(), "isolated": born.isolated, "fds": len(os.listdir("/proc/self/fd")),
-                "way_out_port": born.way_out_port, "trust": born.trust, "refusing": born.refusing is not None}
-        wanted, until = born.way_out_port is not None, time.monotonic() + 20
+                "proxy_port": born.proxy_port, "trust": born.trust, "refusing": born.refusing is not None}
+        wanted, until = born.proxy_port is not None, time.monotonic() + 20
         while True:
             with socket.socket() as one:
-                seen["listens"] = one.connect_ex(("127.0.0.1", WAY_OUT_PORT)) == 0
+                seen["listens"] = one.connect_ex(("127.0.0.1", PROXY_PORT)) == 0
             # What is not wanted goes once its maker has heard of it, where one does.
             if "GOES" not in born.env or seen["listens"] == wanted or time.monotonic() > until:
                 break
@@ -46,8 +46,8 @@ listener = socket.socketpair()[0]
 def heard(child):
     child.orders.settimeout(20)
     word, fds, _, _ = socket.recv_fds(child.orders, 4096, 1)
-    if word == WAY_OUT:
-        child.take_way_out(*fds)
+    if word == PROXY_LISTENER:
+        child.take_proxy_listener(*fds)
         return heard(child)
     if word == NETWORK:
         child.network_fd, = fds
@@ -111,18 +111,18 @@ def test_a_way_out_is_kept_where_it_was_asked_for(workspaces: Path) -> None:
                 child = forker.fork(rehearse=False)
                 if early:  # a spare's has arrived before anybody asks
                     word, fds, _, _ = socket.recv_fds(child.orders, 4096, 1)
-                    assert word == WAY_OUT
-                    child.take_way_out(*fds)
-                    assert child.way_out.getsockname() == ("127.0.0.1", WAY_OUT_PORT)
+                    assert word == PROXY_LISTENER
+                    child.take_proxy_listener(*fds)
+                    assert child.proxy_listener.getsockname() == ("127.0.0.1", PROXY_PORT)
                 child.set_network(network)
                 forker.configure(child, Spec("s", "w1", network=network, trust=kept, env={"GOES": ""}), listener.fileno())
                 assert heard(child) == b"ready"
-                assert (child.way_out is not None) is kept
+                assert (child.proxy_listener is not None) is kept
                 seen = json.loads(os.read(told, 4096))
                 assert seen["listens"] is listens and seen["trust"] is kept
-                assert seen["way_out_port"] == (WAY_OUT_PORT if listens else None)
+                assert seen["proxy_port"] == (PROXY_PORT if listens else None)
                 assert seen["refusing"] is (network == "none")
-                assert bury(child) == 0 and child.way_out is None
+                assert bury(child) == 0 and child.proxy_listener is None
         """,
     )
 

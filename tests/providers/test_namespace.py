@@ -18,7 +18,7 @@ import pytest
 from tests.support.sandboxes import KINDS, ROOT, House, parent, until
 
 from carrel.isolation import landlock, probe
-from carrel.isolation.sandbox import WAY_OUT_PORT
+from carrel.isolation.sandbox import PROXY_PORT
 from carrel.models import Network
 from carrel.providers import Capability
 
@@ -113,7 +113,7 @@ async def test_inside_nothing_of_the_host_is_seen(mine: House) -> None:
 
 KNOCK = f"""
 import socket, sys
-with socket.create_connection(("127.0.0.1", {WAY_OUT_PORT}), 10) as one:
+with socket.create_connection(("127.0.0.1", {PROXY_PORT}), 10) as one:
     one.sendall(sys.argv[1].encode())
     print(one.recv(100).decode())
 """
@@ -122,7 +122,7 @@ with socket.create_connection(("127.0.0.1", {WAY_OUT_PORT}), 10) as one:
 def serve_one(descriptor: int) -> str:
     """Stand for the proxy: answer one connection with what it said, and let go of the socket."""
     with socket.socket(fileno=descriptor) as way_out:
-        assert way_out.getsockname() == ("127.0.0.1", WAY_OUT_PORT)
+        assert way_out.getsockname() == ("127.0.0.1", PROXY_PORT)
         way_out.settimeout(20)
         connection, _ = way_out.accept()
         with connection:
@@ -170,7 +170,7 @@ async def test_a_way_out_that_nobody_waits_for_any_more_is_closed(mine: House) -
 async def test_without_a_network_only_the_supervisor_itself_answers(mine: House) -> None:
     async with mine.box() as box:
         assert await mine.provider.way_out(box.handle) is None
-        ask = f"exec 3<>/dev/tcp/127.0.0.1/{WAY_OUT_PORT}; printf 'GET / HTTP/1.1\\r\\n\\r\\n' >&3; cat <&3"
+        ask = f"exec 3<>/dev/tcp/127.0.0.1/{PROXY_PORT}; printf 'GET / HTTP/1.1\\r\\n\\r\\n' >&3; cat <&3"
         result = await box.supervisor.run(["bash", "-c", ask])
         assert result["stdout"].startswith("HTTP/1.1 403 Forbidden (this sandbox has no network")
     assert await mine.provider.way_out(box.handle) is None
@@ -187,12 +187,12 @@ for host in ("127.0.0.1", "0.0.0.0", "::ffff:127.0.0.1", "::"):
         if ":" in host:
             one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         try:
-            one.bind((host, {WAY_OUT_PORT}))
+            one.bind((host, {PROXY_PORT}))
             one.listen()
             print("taken", host, option)
         except OSError:
             pass
-inode = [line.split()[9] for line in open("/proc/net/tcp") if line.split()[1].endswith(":{WAY_OUT_PORT:04X}")]
+inode = [line.split()[9] for line in open("/proc/net/tcp") if line.split()[1].endswith(":{PROXY_PORT:04X}")]
 assert len(inode) == 1
 for pid in filter(str.isdigit, os.listdir("/proc")):
     try:

@@ -248,7 +248,7 @@ def test_secrets_in_the_environment(attacker):
         }
         return sorted(name for name in os.environ if name not in own and not name.startswith("CARREL_SANDBOX")) or None
 
-    told = variables(workspace="", home="", path="", way_out_port=3128, offline=True, trust=False, given={})
+    told = variables(workspace="", home="", path="", proxy_port=3128, offline=True, trust=False, given={})
     attacker.attempt(attack, own=sorted(told))
 
 

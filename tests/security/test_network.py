@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from carrel.isolation.sandbox import WAY_OUT_PORT
+from carrel.isolation.sandbox import PROXY_PORT
 
 
 @pytest.fixture(params=["none", "allowlist"])
@@ -46,7 +46,7 @@ def test_open_ports(attacker):
 
     found = attacker.run(attack, timeout=60)
     aliases = {"127.0.0.1", "0.0.0.0", "::ffff:127.0.0.1"}  # the last two are names of the first
-    assert {tuple(one) for one in found} == {(host, WAY_OUT_PORT) for host in aliases}
+    assert {tuple(one) for one in found} == {(host, PROXY_PORT) for host in aliases}
 
 
 def test_bound_sockets(attacker):
@@ -63,7 +63,7 @@ def test_bound_sockets(attacker):
 
     found = {(kind, line[1] if kind == "tcp" else line[-1]) for kind, line in attacker.run(attack)}
     beyond = {one for one in found if one[0] not in ("unix", "netlink")}
-    assert beyond == {("tcp", f"0100007F:{WAY_OUT_PORT:04X}")}
+    assert beyond == {("tcp", f"0100007F:{PROXY_PORT:04X}")}
 
 
 def test_taking_the_place_of_the_relay(attacker):
@@ -89,7 +89,7 @@ def test_taking_the_place_of_the_relay(attacker):
             )
         )
 
-    assert not attacker.run(attack, port=WAY_OUT_PORT)
+    assert not attacker.run(attack, port=PROXY_PORT)
 
 
 def test_flooding_the_supervisor_where_it_refuses(attacker):
@@ -114,7 +114,7 @@ def test_flooding_the_supervisor_where_it_refuses(attacker):
                 pass
         return subprocess.run(["echo", "alive"], capture_output=True, text=True).stdout
 
-    assert attacker.run(attack, port=WAY_OUT_PORT) == "alive\n"
+    assert attacker.run(attack, port=PROXY_PORT) == "alive\n"
 
     def still_there():
         return "alive"

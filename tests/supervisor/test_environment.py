@@ -13,13 +13,13 @@ PORT = 3128
 
 
 def variables(
-    way_out_port: int | None = None, trust: bool = False, offline: bool = False, **given: str
+    proxy_port: int | None = None, trust: bool = False, offline: bool = False, **given: str
 ) -> dict[str, str]:
     return environment.variables(
         workspace="/w",
         home="/h",
         path="/bin",
-        way_out_port=way_out_port,
+        proxy_port=proxy_port,
         offline=offline,
         trust=trust,
         given=given,

@@ -12,7 +12,7 @@ from carrel.providers.base import Capability, Handle, Launch, Provider
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 from carrel.testing import CHECKS, Harness, parameters, run, run_check, workspaces_in
-from carrel.workspaces.environments import Shelf
+from carrel.workspaces.environments import EnvironmentStorage
 
 PROVIDERS: dict[str, type[NamespaceProvider] | type[ProcessProvider]] = {
     "namespace": NamespaceProvider,
@@ -29,7 +29,7 @@ def directories(tmp_path):
 
 @pytest.fixture
 def shelf(tmp_path):
-    shelf = Shelf(str(tmp_path / "envs"))
+    shelf = EnvironmentStorage(str(tmp_path / "envs"))
     shelf.prepare()
     yield shelf
     shelf.close()

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from tests.support.children import in_child
 
 from carrel.errors import InvalidRequest, LimitExceeded, PlatformError
-from carrel.workspaces.environments import Shelf, _Copy
+from carrel.workspaces.environments import EnvironmentStorage, _Copy
 
 PYTHON = "/usr/bin/python3.11"
 MB = 1 << 20
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
-    shelf = Shelf(str(tmp_path / "envs"))
+def shelf(tmp_path: Path) -> EnvironmentStorage:
+    shelf = EnvironmentStorage(str(tmp_path / "envs"))
     shelf.prepare()
     return shelf
 
@@ -51,17 +51,17 @@ def as_user(work: Callable[[], None]) -> None:
     assert in_child(act) is None
 
 
-def put(shelf: Shelf, source: Path, name: str) -> None:
+def put(shelf: EnvironmentStorage, source: Path, name: str) -> None:
     draft = shelf.take(str(source), PYTHON, most_bytes=MB)
     shelf.sync(draft)
     shelf.place(draft, name)
 
 
-def empty(shelf: Shelf) -> bool:
+def empty(shelf: EnvironmentStorage) -> bool:
     return not os.listdir(os.path.join(shelf.directory, "drafts"))
 
 
-def test_whole_and_with_plain_modes(shelf: Shelf, source: Path) -> None:
+def test_whole_and_with_plain_modes(shelf: EnvironmentStorage, source: Path) -> None:
     (source / "bin" / "tool").write_text("#!/bin/sh\n")
     (source / "bin" / "tool").chmod(0o6711)
     (source / "lib" / "private").write_text("x")
@@ -84,14 +84,14 @@ def test_whole_and_with_plain_modes(shelf: Shelf, source: Path) -> None:
 
 
 @pytest.mark.parametrize("points_to", ["/etc", "/usr/bin/python3", "../..", "../x/../../..", "lib/../..", "..//../.."])
-def test_a_link_that_leads_out_is_refused(shelf: Shelf, source: Path, points_to: str) -> None:
+def test_a_link_that_leads_out_is_refused(shelf: EnvironmentStorage, source: Path, points_to: str) -> None:
     (source / "lib" / "out").symlink_to(points_to)
     with pytest.raises(InvalidRequest, match="link that leads out"):
         shelf.take(str(source), PYTHON, most_bytes=MB)
     assert empty(shelf)
 
 
-def test_what_is_no_file_and_what_is_too_much(shelf: Shelf, source: Path) -> None:
+def test_what_is_no_file_and_what_is_too_much(shelf: EnvironmentStorage, source: Path) -> None:
     os.mkfifo(source / "lib" / "pipe")
     with pytest.raises(InvalidRequest, match="not a file"):
         shelf.take(str(source), PYTHON, most_bytes=MB)
@@ -108,7 +108,7 @@ def test_what_is_no_file_and_what_is_too_much(shelf: Shelf, source: Path) -> Non
     assert empty(shelf)
 
 
-def test_a_description_is_carrels_own(shelf: Shelf, source: Path, tmp_path: Path) -> None:
+def test_a_description_is_carrels_own(shelf: EnvironmentStorage, source: Path, tmp_path: Path) -> None:
     (source / "carrel-env.json").symlink_to("lib/module.py")
     draft = shelf.take(str(source), PYTHON, most_bytes=MB)
     draft.write("carrel-env.json", b"{}")
@@ -123,12 +123,12 @@ def test_a_description_is_carrels_own(shelf: Shelf, source: Path, tmp_path: Path
     assert empty(shelf)
 
 
-def test_after_a_restart(shelf: Shelf, source: Path) -> None:
+def test_after_a_restart(shelf: EnvironmentStorage, source: Path) -> None:
     for name in ("known", "unknown"):
         put(shelf, source, name)
     shelf.take(str(source), PYTHON, most_bytes=MB)
     assert not empty(shelf)
-    again = Shelf(shelf.directory)
+    again = EnvironmentStorage(shelf.directory)
     again.prepare()
     assert again.sweep(["known", "lost"]) == ["known"]
     assert empty(shelf) and again.has("known") and not again.has("unknown")
@@ -139,7 +139,7 @@ def test_after_a_restart(shelf: Shelf, source: Path) -> None:
     assert 0 <= again.free() <= 1
 
 
-def test_nobody_lists_it_but_who_knows_a_name_can_read(shelf: Shelf, source: Path, tmp_path: Path) -> None:
+def test_nobody_lists_it_but_who_knows_a_name_can_read(shelf: EnvironmentStorage, source: Path, tmp_path: Path) -> None:
     put(shelf, source, "one")
     for path in (tmp_path, tmp_path.parent, Path(shelf.directory)):
         path.chmod(0o755)
@@ -164,7 +164,7 @@ def test_as_an_ordinary_user_its_owner_sweeps_it(tmp_path: Path) -> None:
         built = place / "built"
         built.mkdir()
         (built / "file").write_text("x")
-        shelf = Shelf(str(place / "envs"))
+        shelf = EnvironmentStorage(str(place / "envs"))
         shelf.prepare()
         for name in ("one", "two"):
             put(shelf, built, name)
@@ -182,7 +182,7 @@ def test_as_an_ordinary_user_its_owner_sweeps_it(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(PlatformError):
-        Shelf(str(tmp_path / "file")).prepare()
+        EnvironmentStorage(str(tmp_path / "file")).prepare()
 
 
 @given(

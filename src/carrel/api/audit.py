@@ -89,4 +89,4 @@ async def get_audit_key(plane: Plane) -> Response:
 @router.operation(PRUNE_AUDIT, "Remove old records", AuditPruned, 409)
 async def prune_audit(plane: Plane, caller: Who) -> Response:
     """Now, and only those that the server would remove itself: records older than its `audit.keep_days`."""
-    return as_json(await plane.janitor.prune_audit(caller.identity.subject))
+    return as_json(await plane.upkeep.prune_audit(caller.identity.subject))

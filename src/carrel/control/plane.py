@@ -51,7 +51,7 @@ from carrel.control.sessions.retention import WorkspaceRetention
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.sessions.starting import Starting
 from carrel.control.sessions.templates import Templates
-from carrel.control.sessions.upkeep import EXPIRE_EVERY, Janitor
+from carrel.control.sessions.upkeep import EXPIRE_EVERY, Upkeep
 from carrel.control.workspaces.bundles import Bundles
 from carrel.control.workspaces.disk import Disk
 from carrel.control.workspaces.filespace_bases import FilespaceBases
@@ -80,7 +80,7 @@ from carrel.store.policies import PolicyStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.store.tokens import TokenStore
 from carrel.workspaces.archive import Archive
-from carrel.workspaces.environments import Shelf
+from carrel.workspaces.environments import EnvironmentStorage
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes import VolumeDriver, open_driver
@@ -107,7 +107,7 @@ class ControlPlane:
         providers: Mapping[str, Provider],
         key: SigningKey,
         vault: Vault,
-        shelf: Shelf,
+        storage: EnvironmentStorage,
         *,
         policy: Layer | None,
         upstreams: Sequence[Upstream],
@@ -123,7 +123,7 @@ class ControlPlane:
         self.node = node = settings.node or layout.node()
         self.metrics = metrics = Metrics()
         self._database = database
-        self._shelf = shelf
+        self._storage = storage
         self.store = store = SessionStore(database)
         live = LiveSandboxes()
         notes = SessionNotes(live, store)
@@ -198,12 +198,12 @@ class ControlPlane:
         # Packages are made by commands of carrel's own, and the commands of callers may wait for packages.
         self.own_operations = own = OwnOperations(sessions, admission, values, policies.longest)
         envs = settings.envs
-        builder = Builder(sessions, own, shelf, largest_mb=envs.largest_mb, timeout_s=envs.build_timeout_s)
+        builder = Builder(sessions, own, storage, largest_mb=envs.largest_mb, timeout_s=envs.build_timeout_s)
         self.environments = environments = Environments(
             envs,
             environment_store,
             holds,
-            shelf,
+            storage,
             builder,
             vault.derived("environments"),
             policies.of_asker,
@@ -258,7 +258,7 @@ class ControlPlane:
         self.disk = Disk(layout, driver, settings.archive_url)
         self.retention = WorkspaceRetention(sessions, workspaces, store, audit, ttl_days=settings.workspace_ttl_days)
         self.leasing = LeaseUpkeep(live, store, leases, attachments)
-        self.janitor = Janitor(
+        self.upkeep = Upkeep(
             sessions, self.leasing, own, snapshots, workspaces, self.retention, store, audit, settings, notes,
             files,
             more=(
@@ -269,7 +269,7 @@ class ControlPlane:
                 (approvals.prune, EXPIRE_EVERY),
             ),
         )  # fmt: skip
-        self._upkeep: asyncio.Task[None] | None = None
+        self._upkeep_task: asyncio.Task[None] | None = None
 
     @classmethod
     async def open(
@@ -283,8 +283,8 @@ class ControlPlane:
         async with AsyncExitStack() as stack:
             database = await Database.open(settings.database_url)
             stack.push_async_callback(database.close)
-            shelf = Shelf(os.path.join(layout.data_dir, "envs"))
-            await asyncio.to_thread(shelf.prepare)
+            storage = EnvironmentStorage(os.path.join(layout.data_dir, "envs"))
+            await asyncio.to_thread(storage.prepare)
             driver = await asyncio.to_thread(open_driver, layout.storage, settings.volumes)
             stack.push_async_callback(asyncio.to_thread, driver.close)
             if providers is None:
@@ -292,7 +292,7 @@ class ControlPlane:
                     layout.run,
                     driver.directory,
                     allow_process=settings.sandbox.allow_process,
-                    shared=await asyncio.to_thread(shared, shelf),
+                    shared=await asyncio.to_thread(shared, storage),
                 )
             files = settings.policy
             policy = await asyncio.to_thread(Policies.server_layer, files.settings_file, files.sources_file)
@@ -308,7 +308,7 @@ class ControlPlane:
                 providers,
                 key,
                 vault,
-                shelf,
+                storage,
                 policy=policy,
                 upstreams=upstreams,
                 platform=platform,
@@ -336,7 +336,7 @@ class ControlPlane:
         await self.egress.open(self.sessions.live(), warm=warm)
         if self._webhook is not None:
             self._webhook.start()
-        self._upkeep = asyncio.get_running_loop().create_task(self.janitor.run())
+        self._upkeep_task = asyncio.get_running_loop().create_task(self.upkeep.run())
 
     async def end_revoked(self) -> None:
         """End open requests whose token another server revoked."""
@@ -362,7 +362,7 @@ class ControlPlane:
     async def close(self) -> None:
         """End every sandbox and release everything."""
         self.approvals.close()
-        await tasks.cancel([self._upkeep])
+        await tasks.cancel([self._upkeep_task])
         if self._webhook is not None:
             await self._webhook.close()
         try:
@@ -370,7 +370,7 @@ class ControlPlane:
             await self._mcp_discovery.close()
             await self._mcp_links.close()
             await self.environments.close()
-            await self.janitor.flush()
+            await self.upkeep.flush()
             await self.sessions.shutdown()
         finally:
             try:
@@ -383,7 +383,7 @@ class ControlPlane:
                     await provider.close()
                 except Exception:
                     log.exception("provider %s could not be closed", provider.name)
-            self._shelf.close()
+            self._storage.close()
             try:
                 await asyncio.to_thread(self.driver.close)
             except CarrelError:

@@ -70,14 +70,14 @@ class Child:
     reaped: bool = False
     watched: watchdog.WatchedSandbox | None = None
     network: str = ""
-    way_out: socket.socket | None = None
+    proxy_listener: socket.socket | None = None
     network_fd: int = -1
     lifeline: int = -1
     waiting: list[tuple[socket.socket, int]] = field(default_factory=list)
 
-    def take_way_out(self, descriptor: int) -> None:
+    def take_proxy_listener(self, descriptor: int) -> None:
         """Keep the egress socket as long as the child lives, unless its network has none."""
-        self.way_out = socket.socket(fileno=descriptor)
+        self.proxy_listener = socket.socket(fileno=descriptor)
         if self.network:
             self.set_network(self.network)
 
@@ -86,12 +86,12 @@ class Child:
         networks that bypass the proxy, the socket is shut down and the port is free.
         """
         self.network = network
-        if self.way_out is not None and network != "allowlist":
+        if self.proxy_listener is not None and network != "allowlist":
             if network != "none":
                 # A child that is just being forked may have a copy: this shuts down all copies.
-                self.way_out.shutdown(socket.SHUT_RDWR)
-            self.way_out.close()
-            self.way_out = None
+                self.proxy_listener.shutdown(socket.SHUT_RDWR)
+            self.proxy_listener.close()
+            self.proxy_listener = None
 
     def take_memory(self, descriptors: Sequence[int]) -> None:
         """Keep the descriptors for measuring its memory: the System V segments first, then the file systems."""
@@ -120,9 +120,9 @@ class Child:
 
     def close(self) -> None:
         """Close the egress socket, the bridge and the descriptors of the memory."""
-        if self.way_out is not None:
-            self.way_out.close()
-            self.way_out = None
+        if self.proxy_listener is not None:
+            self.proxy_listener.close()
+            self.proxy_listener = None
         if self.watched is not None:
             self.watched.close()
         for descriptor in (self.network_fd, self.lifeline):
@@ -363,10 +363,10 @@ class SandboxForker:
             kept = self._supervisor.take_over(self._prepared, rehearse=rehearse)
             workspaces = -1 if self._isolate else self._workspaces
             linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces, *kept})
-            writable, way_out = -1, None
+            writable, proxy_listener = -1, None
             if self._isolate:
                 held = self._notifications
-                writable, way_out = sandbox.prepare(
+                writable, proxy_listener = sandbox.prepare(
                     orders, root=self._root, own_network=own_network, notifications=held
                 )
             spec, fds = sandbox.receive(orders)
@@ -387,9 +387,9 @@ class SandboxForker:
                 os.close(workspaces)
                 workspace = home = os.getcwd()
             score = sandbox.hide_from_children()
-            if way_out is not None and spec.network != "none":
-                way_out.close()
-                way_out = None
+            if proxy_listener is not None and spec.network != "none":
+                proxy_listener.close()
+                proxy_listener = None
             has_port = self._isolate and spec.network in {"none", "allowlist"}
             listener = socket.socket(fileno=fds[0])
             orders.send(b"ready")
@@ -404,8 +404,8 @@ class SandboxForker:
                 spec.memory_mb,
                 score,
                 writable,
-                sandbox.WAY_OUT_PORT if has_port else None,
-                way_out,
+                sandbox.PROXY_PORT if has_port else None,
+                proxy_listener,
                 spec.trust,
             )
             self._supervisor.main(facts, self._prepared)

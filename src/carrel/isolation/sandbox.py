@@ -21,9 +21,9 @@ BASE = "/base"
 COVERS = "/covers"
 OPEN_FILES = 8192
 MAX_MESSAGE = 256 * 1024
-WAY_OUT_PORT = 3128
-WAY_OUT_BACKLOG = 4096
-WAY_OUT = b"way out"
+PROXY_PORT = 3128
+PROXY_BACKLOG = 4096
+PROXY_LISTENER = b"proxy listener"
 NETWORK = b"network"
 MEMORY = b"memory"
 
@@ -59,7 +59,7 @@ class SandboxDetails:
     memory_mb: int | None
     oom_score_fd: int
     secrets_fd: int
-    way_out_port: int | None
+    proxy_port: int | None
     """The port of the proxy, or of the supervisor in a sandbox without a network; None if there is no such port."""
     refusing: socket.socket | None
     """The listening socket of that port, if the supervisor itself has to refuse every request."""
@@ -80,10 +80,10 @@ def prepare(
     descriptor for writing secrets, and the listening egress socket, which the caller must close before it serves a
     sandbox that has a proxy: otherwise the supervisor could answer instead of the proxy.
     """
-    way_out = None
+    proxy_listener = None
     if own_network:
         linux.bring_up_loopback()
-        way_out = _hand_over_way_out(orders)
+        proxy_listener = _hand_over_proxy_listener(orders)
     socket.sethostname("carrel")
     if _next_message(orders, 16)[0] != b"mapped":
         raise OSError("the zygote gave up")
@@ -96,23 +96,23 @@ def prepare(
     # A separate mount of the base root: mounts from the zygote's namespace are locked and cannot become the root.
     linux.mount(BASE, BASE, None, linux.MS_BIND | linux.MS_REC)
     rootfs.apply_plan(rootfs.COMMON_PLAN, BASE, owner=rootfs.SANDBOX_UID)
-    return rootfs.protect_secrets(BASE), way_out
+    return rootfs.protect_secrets(BASE), proxy_listener
 
 
-def _hand_over_way_out(orders: socket.socket) -> socket.socket:
+def _hand_over_proxy_listener(orders: socket.socket) -> socket.socket:
     """Create the egress socket, the only address through which the sandbox can reach anything; send it to the zygote.
 
     A connection that arrives at this socket can only come from this sandbox. It is created before a sandbox is
     requested, so that nobody waits for it; the zygote closes it where it is not needed.
     """
-    way_out = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    way_out.bind(("127.0.0.1", WAY_OUT_PORT))
-    way_out.listen(WAY_OUT_BACKLOG)
+    proxy_listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    proxy_listener.bind(("127.0.0.1", PROXY_PORT))
+    proxy_listener.listen(PROXY_BACKLOG)
     try:
-        socket.send_fds(orders, [WAY_OUT], [way_out.fileno()])
+        socket.send_fds(orders, [PROXY_LISTENER], [proxy_listener.fileno()])
     except BrokenPipeError:
         os._exit(0)  # the zygote is gone, as in `_next_message`
-    return way_out
+    return proxy_listener
 
 
 def hand_over_network(orders: socket.socket) -> None:

@@ -246,8 +246,13 @@ class Zygote:
                 self._look_for_held(connection, seq, self._named.get(body["id"]))
             elif op == "way_out":
                 named = self._named.get(body["id"])
-                way_out = named.way_out if named else None
-                self._answer(connection, seq, () if way_out is None else (way_out.fileno(),), known=named is not None)
+                proxy_listener = named.proxy_listener if named else None
+                self._answer(
+                    connection,
+                    seq,
+                    () if proxy_listener is None else (proxy_listener.fileno(),),
+                    known=named is not None,
+                )
             elif op == "list":
                 self._answer(connection, seq, ids=list(self._named))
             elif op == "describe":
@@ -308,8 +313,8 @@ class Zygote:
             word, fds, _flags, _address = socket.recv_fds(child.orders, 4096, 4)
         except OSError:
             word, fds = b"", []
-        if word == sandbox.WAY_OUT and fds:
-            child.take_way_out(fds[0])
+        if word == sandbox.PROXY_LISTENER and fds:
+            child.take_proxy_listener(fds[0])
             return
         if word == sandbox.NETWORK and fds:
             child.network_fd = fds[0]

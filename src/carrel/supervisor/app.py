@@ -53,7 +53,7 @@ class SandboxFacts(Protocol):
     memory_mb: int | None
     oom_score_fd: int
     secrets_fd: int
-    way_out_port: int | None
+    proxy_port: int | None
     refusing: socket.socket | None
     trust: bool
 
@@ -114,7 +114,7 @@ class Supervisor:
             workspace=facts.workspace,
             home=facts.home,
             path=environment.PATH if facts.isolated else os.environ.get("PATH", environment.PATH),
-            way_out_port=facts.way_out_port,
+            proxy_port=facts.proxy_port,
             offline=facts.refusing is not None,
             trust=facts.trust,
             given=facts.env,
@@ -379,7 +379,7 @@ class _Rehearsal:
 
     isolated, trust = False, False
     memory_mb: int | None = 64
-    way_out_port: int | None = None
+    proxy_port: int | None = None
     refusing: socket.socket | None = None
 
     def __init__(self, folder: str):

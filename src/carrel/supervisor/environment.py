@@ -53,13 +53,13 @@ def variables(
     workspace: str,
     home: str,
     path: str,
-    way_out_port: int | None,
+    proxy_port: int | None,
     offline: bool,
     trust: bool,
     given: Mapping[str, str],
 ) -> dict[str, str]:
     """Return all variables; those of the caller win. `offline` means that the sandbox has no network and every request
-    to `way_out_port` is refused.
+    to `proxy_port` is refused.
     """
     return {
         "PATH": path,
@@ -69,14 +69,14 @@ def variables(
         "SHELL": "/bin/sh",
         "LANG": "C.UTF-8",
         "WORKSPACE": workspace,
-        **({} if way_out_port is None else way_out(way_out_port)),
+        **({} if proxy_port is None else proxy_variables(proxy_port)),
         **(_OFFLINE if offline else {}),
         **(dict.fromkeys(_TRUSTING, CERTIFICATES) if trust else {}),
         **given,
     }
 
 
-def way_out(port: int) -> dict[str, str]:
+def proxy_variables(port: int) -> dict[str, str]:
     """Return the variables for the proxy on the sandbox's loopback, which speaks HTTP and SOCKS5 on one port.
 
     Most read the proxy variables: curl, git, pip, uv, npm, requests, httpx, urllib, cargo, Go, aiohttp with

@@ -1,6 +1,6 @@
 """The environments of a server on its disk: finished ones in the directory `shelf`, which sandboxes see, and drafts.
 
-An environment is copied into a draft, checked, and renamed into the shelf, so it appears whole or not at all. The
+An environment is copied into a draft, checked, and renamed into `shelf`, so it appears whole or not at all. The
 source is hostile: no link is followed, and only plain files, directories and links within the tree are copied.
 Blocking.
 """
@@ -27,7 +27,7 @@ _BLOCK = 4096
 _UNLISTED = 0o311
 
 
-class Shelf:
+class EnvironmentStorage:
     """The environments below `directory`: in `shelf`, which only root can list, and in `drafts`."""
 
     def __init__(self, directory: str):
@@ -36,7 +36,7 @@ class Shelf:
         self._drafts = os.path.join(directory, "drafts")
 
     def prepare(self) -> None:
-        """Create the directories. A sandbox sees the shelf but can use only environments whose names it knows. Not even
+        """Create the directories. A sandbox sees `shelf` but can use only environments whose names it knows. Not even
         the owner may list it: when carrel runs as an ordinary user, sandboxes run as that user too.
         """
         try:
@@ -47,7 +47,7 @@ class Shelf:
             raise PlatformError(f"cannot make {self.directory}: {error.strerror}", field="data_dir") from None
 
     def close(self) -> None:
-        """Let the owner list the shelf again, or he could not remove it. No sandbox may use it any more."""
+        """Let the owner list `shelf` again, or he could not remove it. No sandbox may use it any more."""
         if os.geteuid() != 0:
             with suppress(OSError):
                 os.chmod(self.path, 0o700)
@@ -92,7 +92,7 @@ class Shelf:
             raise PlatformError(f"the environment could not be written: {error.strerror}") from None
 
     def place(self, draft: EnvironmentDraft, name: str) -> None:
-        """Move a synced draft into the shelf, durably; an environment that exists already stays."""
+        """Move a synced draft into `shelf`, durably; an environment that exists already stays."""
         try:
             if self.has(name):
                 self.discard(draft)
@@ -109,7 +109,7 @@ class Shelf:
         _remove(draft.path)
 
     def retire(self, name: str) -> str | None:
-        """Move an environment out of the shelf and return its new path, to be removed. None when there was none."""
+        """Move an environment out of `shelf` and return its new path, to be removed. None when there was none."""
         path = os.path.join(self._drafts, f"gone-{secrets.token_hex(12)}")
         try:
             os.rename(os.path.join(self.path, name), path)
@@ -160,7 +160,7 @@ class Shelf:
 
 
 class EnvironmentDraft:
-    """An environment that is not in the shelf yet."""
+    """An environment that is not stored yet."""
 
     def __init__(self, path: str):
         self.path = path

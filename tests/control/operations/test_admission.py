@@ -112,10 +112,10 @@ async def test_a_restart_keeps_what_waits_and_says_what_was_cut_off(settings: Se
 async def test_upkeep_needs_no_leave_and_leaves_no_record(plane: ControlPlane) -> None:
     await _governed(plane)
     before = await _records(plane)
-    await plane.janitor.stop_idle()
+    await plane.upkeep.stop_idle()
     for box in plane.sessions.live():
         box.last_activity -= 3601
-    await plane.janitor.stop_idle()
+    await plane.upkeep.stop_idle()
     assert plane.sessions.live() == []
     assert await _records(plane) == before
 

@@ -14,7 +14,7 @@ from carrel.control.python.environment_checks import ResolvableRequest
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded
 from carrel.isolation.rootfs import ENVIRONMENTS, UV
 from carrel.models import CommandRequest, State
-from carrel.workspaces.environments import EnvironmentDraft, Shelf
+from carrel.workspaces.environments import EnvironmentDraft, EnvironmentStorage
 
 WANTED = ResolvableRequest(("scikit-learn>1", "six"), "3.11", "/usr/bin/python3.11", (), "[]")
 
@@ -63,7 +63,7 @@ def test_lines_as_they_come() -> None:
 
 
 def test_what_every_sandbox_sees(tmp_path: Path) -> None:
-    found = shared(Shelf(str(tmp_path)))
+    found = shared(EnvironmentStorage(str(tmp_path)))
     assert found[ENVIRONMENTS] == str(tmp_path / "shelf") and Path(found[UV]).is_file()
 
 

@@ -39,8 +39,8 @@ async def test_a_session_is_on_one_server_at_a_time(nodes: list[ControlPlane]) -
             await call
         assert caught.value.extra["node"] == "a"
     assert (await b.sessions.get("c")).state is State.RUNNING
-    await a.janitor.renew_leases()
-    await b.janitor.renew_leases()
+    await a.upkeep.renew_leases()
+    await b.upkeep.renew_leases()
     assert (await a.operations.run_command(ADMIN, "c", CommandRequest(command="true"))).ok
 
 
@@ -68,10 +68,10 @@ async def test_a_server_whose_lease_was_taken_gives_its_sandbox_up(nodes: list[C
     assert (await b.operations.run_command(ADMIN, "c", CommandRequest(command="cat kept"))).stdout == "archived"
     with pytest.raises(Conflict, match="lease"):
         await a.snapshots._notes.write(await a.sessions.record("c"), notice="a does not know yet")
-    await a.janitor.renew_leases()
+    await a.upkeep.renew_leases()
     assert a.sessions.live() == []
     assert (await b.sessions.get("c")).state is State.RUNNING
-    await b.janitor.renew_leases()
+    await b.upkeep.renew_leases()
     assert (await b.operations.run_command(ADMIN, "c", CommandRequest(command="true"))).ok
 
 
@@ -84,7 +84,7 @@ async def test_a_late_renewal_is_no_loss_when_nobody_took_the_session(nodes: lis
     box.leased_until = 0.0
     with pytest.raises(PlatformError, match="could not be renewed"):
         await a.operations.run_command(ADMIN, "c", CommandRequest(command="true"))
-    await a.janitor.renew_leases()
+    await a.upkeep.renew_leases()
     assert box.record.fence > fence
     assert (await a.operations.run_command(ADMIN, "c", CommandRequest(command="true"))).ok
     await a.sessions.stop("c")
@@ -94,16 +94,16 @@ async def test_the_sessions_of_a_silent_server_are_settled(nodes: list[ControlPl
     a, b = nodes
     await a.sessions.deploy_or_resume(ADMIN, REQUEST)
     fleeting, _ = await a.sessions.deploy_or_resume(ADMIN, SandboxRequest())
-    await b.janitor.renew_leases()
+    await b.upkeep.renew_leases()
     assert (await b.sessions.get("c")).state is State.RUNNING, "its lease holds"
     await _let_leases_end(a)
-    await b.janitor.renew_leases()
+    await b.upkeep.renew_leases()
     found = await b.sessions.get("c")
     assert (found.state, found.notice) == (State.STOPPED, "server 'a' no longer answers")
     assert (await b.sessions.get(fleeting.id)).state is State.TERMINATED
     resumed, _ = await b.sessions.deploy_or_resume(ADMIN, REQUEST)
     assert resumed.notice is not None and "had archived nothing" in resumed.notice
-    await a.janitor.renew_leases()
+    await a.upkeep.renew_leases()
     assert a.sessions.live() == [], "it is shut out even if it comes back"
     assert (await b.sessions.get("c")).state is State.RUNNING
 
@@ -112,9 +112,9 @@ async def test_a_server_that_was_thought_dead_and_is_back_goes_on(nodes: list[Co
     a, b = nodes
     await a.sessions.deploy_or_resume(ADMIN, REQUEST)
     await _let_leases_end(a)
-    await b.janitor.renew_leases()
+    await b.upkeep.renew_leases()
     assert (await b.sessions.get("c")).state is State.STOPPED
-    await a.janitor.renew_leases()
+    await a.upkeep.renew_leases()
     found = await b.sessions.get("c")
     assert (found.state, found.node, found.notice) == (State.RUNNING, "a", None)
     assert (await a.operations.run_command(ADMIN, "c", CommandRequest(command="true"))).ok

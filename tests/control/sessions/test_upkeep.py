@@ -13,7 +13,7 @@ from carrel.audit import AuditEntry, AuditLog, Filter, SigningKey, chain_of, ver
 from carrel.config import Settings
 from carrel.control.operations.caller import OWN_WORK, Caller
 from carrel.control.plane import ControlPlane
-from carrel.control.sessions import upkeep as janitor
+from carrel.control.sessions import upkeep
 from carrel.errors import Conflict, LimitExceeded
 from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest, State
@@ -60,8 +60,8 @@ async def test_a_full_workspace_is_logged_once(
         looks += 1
         return await measure(path, **bounds)
 
-    monkeypatch.setattr(janitor, "measure", counted)
-    monkeypatch.setattr(janitor, "BUSY_EVERY", 0.01)
+    monkeypatch.setattr(upkeep, "measure", counted)
+    monkeypatch.setattr(upkeep, "BUSY_EVERY", 0.01)
     info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(limits=Limits(disk_mb=1)))
     fill = "for each in 1 2 3 4; do head -c 700000 /dev/zero > $each; done"
     await plane.operations.run_command(ADMIN, info.id, CommandRequest(command=fill))
@@ -79,11 +79,11 @@ async def test_activity_is_written_down_and_upkeep_is_none(plane: ControlPlane) 
     info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest())
     await plane.operations.run_command(ADMIN, info.id, CommandRequest(command="true"))
     live = await plane.sessions.find(info.id)
-    await plane.janitor.flush()
+    await plane.upkeep.flush()
     record = await plane.store.get(info.id)
     assert record is not None and record.last_activity_at == live.last_activity > info.last_activity_at.timestamp()
     before = live.last_activity
-    await plane.janitor.watch_disks()
+    await plane.upkeep.watch_disks()
     await plane.own_operations.health(OWN_WORK, info.id)
     assert live.last_activity == before
 
@@ -95,11 +95,11 @@ async def test_an_idle_sandbox_is_stopped_and_its_files_wait(plane: ControlPlane
     throwaway, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest())
     await plane.operations.write_file(ADMIN, info.id, "kept", b"x")
     await plane.operations.start_command(ADMIN, other.id, CommandRequest(command="sleep 600"))
-    await plane.janitor.stop_idle()
+    await plane.upkeep.stop_idle()
     assert len(plane.sessions.live()) == 3, "nobody was idle for an hour"
     for box in plane.sessions.live():
         box.last_activity -= 3601
-    await plane.janitor.stop_idle()
+    await plane.upkeep.stop_idle()
     assert [box.record.id for box in plane.sessions.live()] == [other.id], "a running command is use"
     assert (await plane.sessions.get(info.id)).state is State.STOPPED
     assert (await plane.sessions.get(throwaway.id)).state is State.TERMINATED
@@ -137,9 +137,9 @@ async def test_the_audit_log_is_kept_for_as_long_as_it_is_set(settings: Settings
     try:
         await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
         await plane.operations.run_command(ADMIN, "c", CommandRequest(command="true"))
-        done = await plane.janitor.prune_audit()
+        done = await plane.upkeep.prune_audit()
         assert done.records == 20 and done.before.timestamp() % 86_400 == 0
-        assert (await plane.janitor.prune_audit()).records == 0, "the rest is younger"
+        assert (await plane.upkeep.prune_audit()).records == 0, "the rest is younger"
         await plane.audit.flush()
         names = [each.name for each in (await plane.audit.search(Filter(), limit=100)).items]
         assert sorted(names) == ["prune_audit", "run_command"]
@@ -152,7 +152,7 @@ async def test_the_audit_log_is_kept_for_as_long_as_it_is_set(settings: Settings
 
 async def test_the_audit_log_is_kept_for_ever_by_default(plane: ControlPlane) -> None:
     with pytest.raises(Conflict, match="for ever"):
-        await plane.janitor.prune_audit()
+        await plane.upkeep.prune_audit()
 
 
 def _described(plane: ControlPlane, context: str) -> dict[str, object]:
@@ -176,7 +176,7 @@ async def test_the_description_of_a_workspace_is_true(plane: ControlPlane) -> No
     )
     box = await plane.sessions.find("team:c")
     box.used_bytes = 3_000_000  # as the watch finds it
-    await plane.janitor.describe()
+    await plane.upkeep.describe()
     running = _described(plane, "team:c")
     assert running["disk_usage_bytes"] == 3_000_000 and str(running["last_accessed_at"]) > str(
         first["last_accessed_at"]

@@ -74,7 +74,7 @@ async def test_a_session_with_a_filespace_is_synced_on_start_and_stop(plane: Con
     info, _ = await plane.sessions.deploy_or_resume(ADMIN, request)
     assert info.filespace and await inside(plane, "auto", "data/in") == b"one"
     await plane.operations.write_file(ADMIN, "auto", "data/out", b"two")
-    await plane.janitor.push_filespaces()
+    await plane.upkeep.push_filespaces()
     assert await whole(plane, "auto", "data/out") == b"two"
     await plane.operations.write_file(ADMIN, "auto", "data/out", b"three")
     await plane.sessions.stop("auto")

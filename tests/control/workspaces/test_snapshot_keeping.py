@@ -61,7 +61,7 @@ async def test_a_deletion_that_was_cut_short_is_finished(plane: ControlPlane) ->
     await store.start_deletion("a:b", taken.id)
     with pytest.raises(Conflict):
         await plane.snapshots.restore(ADMIN, "a:b", taken.id)
-    await plane.janitor.catch_up()
+    await plane.upkeep.catch_up()
     assert await store.get(taken.id) is None
     assert plane.driver.snapshots() == []
 
@@ -83,12 +83,12 @@ async def test_a_fork_does_not_send_its_origins_content_again(plane: ControlPlan
     await plane.sessions.deploy_or_resume(ADMIN, REQUEST)
     await plane.operations.write_file(ADMIN, "a:b", "big", bytes(range(256)) * 4096)
     await plane.snapshots.take(ADMIN, "a:b")
-    await plane.janitor.catch_up()
+    await plane.upkeep.catch_up()
     archive = Path(plane.layout.data_dir) / "archive"
     before = sum(path.stat().st_size for path in archive.rglob("*") if path.is_file())
     await plane.snapshots.fork(ADMIN, "a:b", "twin")
     await plane.snapshots.take(ADMIN, "twin")
-    await plane.janitor.catch_up()
+    await plane.upkeep.catch_up()
     after = sum(path.stat().st_size for path in archive.rglob("*") if path.is_file())
     assert after - before < 100_000
 

@@ -85,7 +85,7 @@ async def test_a_snapshot_that_is_only_in_the_archive_can_do_what_others_can(pla
     first = await plane.snapshots.take(ADMIN, "c")
     await plane.operations.write_file(ADMIN, "c", "more", b"m")
     second = await plane.snapshots.take(ADMIN, "c")
-    await plane.janitor.catch_up()
+    await plane.upkeep.catch_up()
     assert all(each.archived for each in (await plane.snapshots.page(ADMIN, "c")).items)
     plane.driver.delete_snapshot(first.id)
     changes = await plane.snapshots.diff(ADMIN, "c", first.id, second.id)
@@ -178,7 +178,7 @@ async def test_a_context_moves_to_another_server_and_back(nodes: list[ControlPla
     await a.sessions.deploy_or_resume(ADMIN, REQUEST)
     await _write(a, "from a")
     first = await a.snapshots.take(ADMIN, "c")
-    await a.janitor.catch_up()
+    await a.upkeep.catch_up()
     await a.sessions.stop("c")
     moved, started = await b.sessions.deploy_or_resume(ADMIN, REQUEST)
     assert started and moved.node == "b"
@@ -219,7 +219,7 @@ async def test_the_newest_files_are_waited_for_while_their_server_cannot_archive
         Path(flags["archive"]).parent.mkdir()
         archive.mkdir(exist_ok=True)
         Path(flags["archive"]).symlink_to(archive)
-        await a.janitor.catch_up()
+        await a.upkeep.catch_up()
         assert (await a.sessions.get("c")).notice is None
         await b.sessions.deploy_or_resume(ADMIN, REQUEST)
         assert await _read(b) == "only on a"
@@ -250,7 +250,7 @@ async def test_a_bucket_that_is_out_of_reach_is_caught_up_with_and_another_serve
             assert (stopped.state, stopped.error) == (State.STOPPED, None)
         finally:
             s3.start()
-        await a.janitor.catch_up()
+        await a.upkeep.catch_up()
         assert (await a.sessions.get("c")).notice is None
         await b.sessions.deploy_or_resume(ADMIN, REQUEST)
         assert await _read(b) == "after"

@@ -12,7 +12,7 @@ from tests.support.ports import in_common
 from tests.support.wayout import CLOSED, OPEN, Names, Person, Records, plan
 
 from carrel.egress.access import Access, AccessRefused, Address, Target
-from carrel.egress.outbound.connections import WAY_OUT_PORT, Outbound
+from carrel.egress.outbound.connections import PROXY_PORT, Outbound
 from carrel.egress.outbound.upstreams import dial_directly
 from carrel.egress.plan import EgressPlan, PackageIndex, Upstream
 from carrel.policy.verdict import Verdict
@@ -184,9 +184,9 @@ async def test_a_target_that_does_not_answer_is_reported_with_its_end() -> None:
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.9.9.9", "0.0.0.0", "::1", "::", "::ffff:127.0.0.1"])
 async def test_the_proxy_is_no_target_of_its_own(address: str) -> None:
-    rules = ["127.0.0.0/8", "0.0.0.0/8", "::/96", f"self.test:{WAY_OUT_PORT}"]
-    ground = Ground(plan(rules), WAY_OUT_PORT, {"self.test": [address]})
-    refusal = await ground.refused(Target("self.test", WAY_OUT_PORT))
+    rules = ["127.0.0.0/8", "0.0.0.0/8", "::/96", f"self.test:{PROXY_PORT}"]
+    ground = Ground(plan(rules), PROXY_PORT, {"self.test": [address]})
+    refusal = await ground.refused(Target("self.test", PROXY_PORT))
     assert "itself" in refusal.reason
     assert ground.dial.calls == []
 

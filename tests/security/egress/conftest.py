@@ -15,7 +15,7 @@ import pytest
 from tests.support.evader import Evader
 from tests.support.far import ALLOWED, FORBIDDEN, Far
 
-from carrel.isolation.sandbox import WAY_OUT_PORT
+from carrel.isolation.sandbox import PROXY_PORT
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +51,7 @@ def evader(far: Far, governed: Any) -> Iterator[Evader]:
         "evader",
         {
             "allowed_domains": ["allowed.test", "inspected.test", "opaque.test", "*.names.test", ALLOWED],
-            "allowed_ports": [far.http, far.tls, far.retry, WAY_OUT_PORT],
+            "allowed_ports": [far.http, far.tls, far.retry, PROXY_PORT],
             "opaque_domains": ["opaque.test"],
             "inspected_domains": ["inspected.test"],
         },

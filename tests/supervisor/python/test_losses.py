@@ -20,7 +20,7 @@ from carrel.supervisor.command import exit_of
 from carrel.supervisor.reaper import kill_below, processes
 
 class SandboxFacts:
-    isolated, memory_mb, way_out_port, refusing, trust, secrets_fd, listener = False, 256, None, None, False, -1, None
+    isolated, memory_mb, proxy_port, refusing, trust, secrets_fd, listener = False, 256, None, None, False, -1, None
     workspace = home = sys.argv[1]
     env = {}
     oom_score_fd = os.open("/dev/null", os.O_WRONLY)

@@ -55,9 +55,9 @@ class AsyncSandbox:
         self.provider = info.provider
         self.unsafe = info.unsafe
         self._path = f"/v1/sandboxes/{quote(info.id, safe='')}"
-        self._furnish()
+        self._add_operations()
 
-    def _furnish(self) -> None:
+    def _add_operations(self) -> None:
         self.commands = AsyncCommands(self._connection, self._path)
         self.files = AsyncFiles(self._connection, self._path)
         self.python = AsyncPython(self._connection, self._path)
@@ -86,7 +86,7 @@ class AsyncSandbox:
     def _seen(self, connection: AsyncConnection) -> AsyncSandbox:
         view = copy.copy(self)
         view._connection = connection
-        view._furnish()
+        view._add_operations()
         return view
 
     async def info(self) -> SandboxInfo:

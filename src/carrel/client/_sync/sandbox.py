@@ -56,9 +56,9 @@ class Sandbox:
         self.provider = info.provider
         self.unsafe = info.unsafe
         self._path = f"/v1/sandboxes/{quote(info.id, safe='')}"
-        self._furnish()
+        self._add_operations()
 
-    def _furnish(self) -> None:
+    def _add_operations(self) -> None:
         self.commands = Commands(self._connection, self._path)
         self.files = Files(self._connection, self._path)
         self.python = Python(self._connection, self._path)
@@ -87,7 +87,7 @@ class Sandbox:
     def _seen(self, connection: Connection) -> Sandbox:
         view = copy.copy(self)
         view._connection = connection
-        view._furnish()
+        view._add_operations()
         return view
 
     def info(self) -> SandboxInfo:

@@ -28,7 +28,7 @@ from carrel.isolation.launchers import SHARED_PIP_PLACE
 from carrel.isolation.rootfs import ENVIRONMENTS, UV, WORKSPACE
 from carrel.isolation.tools import find_uv, shared_tools
 from carrel.models import CommandRequest, Network, SandboxInfo, SandboxRequest
-from carrel.workspaces.environments import MANIFEST, EnvironmentDraft, Shelf
+from carrel.workspaces.environments import MANIFEST, EnvironmentDraft, EnvironmentStorage
 
 log = logging.getLogger("carrel.environments")
 
@@ -56,9 +56,9 @@ _ENVIRONMENT = {
 }
 
 
-def shared(shelf: Shelf) -> dict[str, str]:
+def shared(storage: EnvironmentStorage) -> dict[str, str]:
     """Return the directories that every sandbox sees: the environments, and the tools to build them. Blocking."""
-    return {ENVIRONMENTS: shelf.path, **shared_tools()}
+    return {ENVIRONMENTS: storage.path, **shared_tools()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,17 @@ class Builder:
     """Makes locks and environments."""
 
     def __init__(
-        self, sessions: Sessions, operations: OwnOperations, shelf: Shelf, *, largest_mb: int, timeout_s: float
+        self,
+        sessions: Sessions,
+        operations: OwnOperations,
+        storage: EnvironmentStorage,
+        *,
+        largest_mb: int,
+        timeout_s: float,
     ):
         self._sessions = sessions
         self._operations = operations
-        self._shelf = shelf
+        self._storage = storage
         self._largest_mb = largest_mb
         self._timeout_s = timeout_s
 
@@ -137,7 +143,7 @@ class Builder:
 
     def _take(self, workspace: str, wanted: ResolvableRequest) -> Built:
         source = os.path.join(workspace, _PLACE)
-        draft = self._shelf.take(source, wanted.interpreter, most_bytes=self._largest_mb << 20)
+        draft = self._storage.take(source, wanted.interpreter, most_bytes=self._largest_mb << 20)
         try:
             built = described(draft, wanted)
             manifest = {
@@ -151,7 +157,7 @@ class Builder:
             site = f"lib/python{wanted.version}/site-packages"
             draft.write(f"{site}/_carrel_pip.pth", f"{SHARED_PIP_PLACE}\n".encode())
         except BaseException:
-            self._shelf.discard(draft)
+            self._storage.discard(draft)
             raise
         return built
 

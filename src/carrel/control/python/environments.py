@@ -39,7 +39,7 @@ from carrel.policy.rules.layers import Policy
 from carrel.primitives import tasks
 from carrel.primitives.cache import Cache
 from carrel.store.environments import EnvironmentRecord, EnvironmentStore
-from carrel.workspaces.environments import Shelf
+from carrel.workspaces.environments import EnvironmentStorage
 
 log = logging.getLogger("carrel.environments")
 
@@ -100,7 +100,7 @@ class Environments:
         settings: EnvironmentSettings,
         store: EnvironmentStore,
         holds: EnvironmentHolds,
-        shelf: Shelf,
+        storage: EnvironmentStorage,
         builder: Builder,
         key: bytes,
         policy_of: Callable[[str | None, str | None], Awaitable[Policy]],
@@ -109,7 +109,7 @@ class Environments:
         self._settings = settings
         self._store = store
         self._holds = holds
-        self._shelf = shelf
+        self._storage = storage
         self._builder = builder
         self._key = key
         self._policy_of = policy_of
@@ -127,7 +127,7 @@ class Environments:
     async def open(self) -> None:
         """Make records and disk agree, and remove unfinished builds."""
         records = {record.name: record for record in await self._store.all()}
-        there = set(await asyncio.to_thread(self._shelf.sweep, list(records)))
+        there = set(await asyncio.to_thread(self._storage.sweep, list(records)))
         await self._store.forget(records.keys() - there)
         self._known = {name: record for name, record in records.items() if name in there}
         await self._holds.read()
@@ -223,7 +223,7 @@ class Environments:
         policy = await self._policy_of(asker.context_id, asker.template)
         asked = wanted(requirements, python, policy, self._host, request.index)
         before = self._known.get(self._answers.get(asked.key, ""))
-        if as_before and before is not None and self._shelf.has(before.name):
+        if as_before and before is not None and self._storage.has(before.name):
             return before
         try:
             lock = await self._lock(asked, asker, tell)
@@ -265,7 +265,7 @@ class Environments:
         if work is None:
             async with self._holds.lock:
                 known = self._known.get(name)
-                if known is not None and self._shelf.has(name):  # one stat: a thread would cost more
+                if known is not None and self._storage.has(name):  # one stat: a thread would cost more
                     return known
             work = self._building.get(name)
         if work is None:
@@ -282,7 +282,7 @@ class Environments:
         hash: str,
         work: SharedWork[EnvironmentRecord],
     ) -> EnvironmentRecord:
-        if await asyncio.to_thread(self._shelf.free) * 100 < self._settings.keep_free_percent:
+        if await asyncio.to_thread(self._storage.free) * 100 < self._settings.keep_free_percent:
             await self.evict()
         built = await self._with_words(asker, work, lambda say: self._builder.build(asked, lock, asker, say))
         now = time.time()
@@ -299,9 +299,9 @@ class Environments:
             now,
             asker.context_id,
         )
-        await asyncio.to_thread(self._shelf.sync, built.draft)
+        await asyncio.to_thread(self._storage.sync, built.draft)
         async with self._holds.lock:
-            await asyncio.to_thread(self._shelf.place, built.draft, name)
+            await asyncio.to_thread(self._storage.place, built.draft, name)
             await self._store.put(record)  # if killed before this, the next start removes the files
             self._known[name] = record
         return record
@@ -427,19 +427,19 @@ class Environments:
             return True
         if sum(each.size for each in self._known.values()) > self._settings.max_mb << 20:
             return True
-        return await asyncio.to_thread(self._shelf.free) * 100 < self._settings.keep_free_percent
+        return await asyncio.to_thread(self._storage.free) * 100 < self._settings.keep_free_percent
 
     async def _retire(self, name: str) -> str | None:
         await self._store.forget([name])
         self._known.pop(name, None)
         self._holds.holders.pop(name, None)
         self._answers = {key: answer for key, answer in self._answers.items() if answer != name}
-        return await asyncio.to_thread(self._shelf.retire, name)
+        return await asyncio.to_thread(self._storage.retire, name)
 
     async def _delete(self, path: str | None) -> None:
         if path is not None:
             try:
-                await asyncio.to_thread(self._shelf.remove, path)
+                await asyncio.to_thread(self._storage.remove, path)
             except (CarrelError, OSError) as error:
                 log.warning("an environment could not be deleted, which is tried again at the next start: %s", error)
 

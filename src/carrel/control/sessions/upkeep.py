@@ -64,7 +64,7 @@ class _DiskWatch:
         self.growing = 0
 
 
-class Janitor:
+class Upkeep:
     """The background loops of a control plane."""
 
     def __init__(

@@ -128,7 +128,7 @@ class Workspaces:
         self.driver.create(volume, cap_bytes(record))
         path = self.driver.path(volume)
         try:
-            self._furnish(record, path, new=True)
+            self._prepare(record, path, new=True)
         except BaseException:
             self.driver.delete_volume(volume)
             raise
@@ -146,10 +146,10 @@ class Workspaces:
         if self.driver.cap(volume) != cap:
             self.driver.set_cap(volume, cap)
         path = self.driver.path(volume)
-        self._furnish(record, path, new=False)
+        self._prepare(record, path, new=False)
         return path
 
-    def _furnish(self, record: SessionRecord, path: str, *, new: bool) -> None:
+    def _prepare(self, record: SessionRecord, path: str, *, new: bool) -> None:
         used = record.used_bytes or 0
         if not new and self.driver.kernel_quota:
             used = self.driver.usage(os.path.basename(path))

@@ -21,7 +21,7 @@ from carrel.egress.index.front import AllowedPackages, Front, InstallBudget
 from carrel.egress.outbound.budget import Budget, Meter
 from carrel.egress.outbound.rules import EgressRules
 from carrel.egress.plan import EgressPlan, PackageIndex
-from carrel.isolation.sandbox import WAY_OUT_PORT
+from carrel.isolation.sandbox import PROXY_PORT
 from carrel.policy.rules import addresses
 from carrel.policy.verdict import Verdict
 from carrel.primitives.cache import Cache
@@ -56,7 +56,7 @@ class Outbound:
         report: AccessRecorder,
         front: Front,
         inspect: Inspect,
-        own_port: int = WAY_OUT_PORT,
+        own_port: int = PROXY_PORT,
     ):
         self.plan = plan
         self.rules = _rules(plan)
