@@ -12,7 +12,7 @@ from tests.support import loops
 from tests.support.ports import nobody
 
 from carrel.egress import sockets
-from carrel.egress.sockets import Ended, connect, farewell, has_ended, look, readable, send, take, writable
+from carrel.egress.sockets import Ended, close_after_delivery, connect, has_ended, look, readable, send, take, writable
 
 
 @pytest.fixture
@@ -163,7 +163,7 @@ async def test_last_words_arrive_though_much_was_not_read(pair: tuple[socket.soc
     ours, theirs = pair
     await send(theirs, b"x" * 100_000)
     await send(ours, b"no")
-    leaving = asyncio.ensure_future(farewell(ours))
+    leaving = asyncio.ensure_future(close_after_delivery(ours))
     await readable(theirs, 10)
     assert theirs.recv(100) == b"no"
     theirs.shutdown(socket.SHUT_WR)

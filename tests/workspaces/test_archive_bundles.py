@@ -94,7 +94,7 @@ def test_what_was_known_and_distrusted_is_kept_pruned_and_forgotten(cache: Archi
     [(bundle, index)] = send(cache, remote, b"one")
     cache.keep_index(bundle, index)
     assert not cache.distrusts(bundle.name)
-    cache.distrust(bundle.name)
+    cache.mark_damaged(bundle.name)
     assert cache.distrusts(bundle.name)
     cache.prune({bundle.name, "bundles/stray"})
     assert cache.distrusts(bundle.name)

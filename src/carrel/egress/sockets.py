@@ -31,7 +31,7 @@ _SWEEP_S = 0.25
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT
 _AT_ONCE = 256
 _FIRST_LOOK = 8192
-_FAREWELL_S, _FAREWELL_BYTES = 2.0, 4 << 20
+_DELIVERY_S, _DELIVERY_BYTES = 2.0, 4 << 20
 
 
 class Ended(ConnectionError):
@@ -260,14 +260,14 @@ async def send(connection: socket.socket, data: bytes) -> None:
             await writable(connection, IDLE_S)
 
 
-async def farewell(connection: socket.socket) -> None:
+async def close_after_delivery(connection: socket.socket) -> None:
     """End a connection so that the peer receives the last bytes: for a moment, what it still sends is thrown away,
     because closing a socket with unread bytes resets the connection.
     """
     with suppress(OSError, TimeoutError):
         connection.shutdown(socket.SHUT_WR)
-        left, loop = _FAREWELL_BYTES, asyncio.get_running_loop()
-        ends = loop.time() + _FAREWELL_S
+        left, loop = _DELIVERY_BYTES, asyncio.get_running_loop()
+        ends = loop.time() + _DELIVERY_S
         while left > 0 and loop.time() < ends:
             try:
                 thrown = len(connection.recv(65536))

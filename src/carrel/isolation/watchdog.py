@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from carrel.isolation import linux
-from carrel.primitives.kernel_files import read_if_there
+from carrel.primitives.kernel_files import private_bytes, read_if_there, stat_fields
 
 INTERVAL_S = 0.1
 COUNT_INTERVAL_S = 5.0
@@ -28,7 +28,6 @@ MOST_ENTRIES = 65_536
 SOCKET_BYTES = 2 * 212_992
 FEWEST_SOCKETS = 256
 _PATIENCE = 10
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ def enforce_limits(watched: Sequence[WatchedSandbox], proc: str = "/proc") -> bo
 
 def _lives(proc: str, pid: int) -> bool:
     """Whether a process exists and is not a zombie, which has no memory."""
-    state = read_if_there(f"{proc}/{pid}/stat").rpartition(b")")[2].split(None, 1)[:1]
+    state = stat_fields(f"{proc}/{pid}")[:1]
     return bool(state) and state[0] not in {b"Z", b"X"}
 
 
@@ -323,7 +322,7 @@ def _children(proc: str) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for name in os.listdir(proc):
         if name.isdigit():
-            fields = read_if_there(f"{proc}/{name}/stat").rpartition(b")")[2].split()
+            fields = stat_fields(f"{proc}/{name}")
             if len(fields) > 1:
                 found.setdefault(int(fields[1]), []).append(int(name))
     return found
@@ -337,14 +336,9 @@ def _below(first: int, children: Mapping[int, Sequence[int]]) -> list[int]:
 
 
 def _private_bytes(proc: str, pid: int) -> int:
-    own = _private(f"{proc}/{pid}")
+    own = private_bytes(f"{proc}/{pid}")
     # If the first thread has ended before the others, the process itself seems to have no memory.
-    return own or max(map(_private, _threads(f"{proc}/{pid}")), default=0)
-
-
-def _private(place: str) -> int:
-    fields = read_if_there(f"{place}/statm").split()
-    return max(0, int(fields[1]) - int(fields[2])) * _PAGE if len(fields) > 2 else 0
+    return own or max(map(private_bytes, _threads(f"{proc}/{pid}")), default=0)
 
 
 def _threads(process: str) -> list[str]:

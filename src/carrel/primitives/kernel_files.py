@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
 
 def read(path: str, size: int = 4096, *, dir_fd: int | None = None) -> bytes:
     """Return at most `size` bytes of a file. Raises `OSError`."""
@@ -20,6 +22,17 @@ def read_if_there(path: str, size: int = 4096) -> bytes:
         return read(path, size)
     except OSError:
         return b""
+
+
+def stat_fields(process: str) -> list[bytes]:
+    """Return the fields of `stat` of a process (`/proc/PID`) after its name; none when the process is gone."""
+    return read_if_there(f"{process}/stat").rpartition(b")")[2].split()
+
+
+def private_bytes(process: str) -> int:
+    """Return the memory of a process or thread (`/proc/PID`) that it does not share with others."""
+    fields = read_if_there(f"{process}/statm").split()
+    return max(0, int(fields[1]) - int(fields[2])) * _PAGE if len(fields) > 2 else 0
 
 
 def write(path: str, text: str, *, dir_fd: int | None = None) -> None:

@@ -6,11 +6,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from carrel.primitives.kernel_files import read_if_there
+from carrel.primitives.kernel_files import private_bytes, stat_fields
 from carrel.supervisor.reaper import descendants, processes
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-_STOPPED = {b"T", b"t"}
+_STOPPED = ([b"T"], [b"t"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +27,9 @@ def measure(pid: int, memory_places: Sequence[str] = ()) -> SandboxLoad:
     found = [pid, *descendants(pid, processes())]
     memory, stopped = 0, False
     for each in found:
-        memory += _private(each)
-        stopped = stopped or _state(each) in _STOPPED
+        memory += private_bytes(f"/proc/{each}")
+        stopped = stopped or stat_fields(f"/proc/{each}")[:1] in _STOPPED
     return SandboxLoad(len(found), memory + sum(map(_used, memory_places)), stopped)
-
-
-def _private(pid: int) -> int:
-    fields = read_if_there(f"/proc/{pid}/statm").split()
-    return (int(fields[1]) - int(fields[2])) * _PAGE if len(fields) > 2 else 0
-
-
-def _state(pid: int) -> bytes:
-    return read_if_there(f"/proc/{pid}/stat").rpartition(b")")[2].strip()[:1]
 
 
 def _used(place: str) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from carrel.primitives import libc
-from carrel.primitives.kernel_files import read, read_if_there
+from carrel.primitives.kernel_files import read, read_if_there, stat_fields
 
 # Python ignores these; a program started by it expects the defaults.
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
@@ -86,14 +86,9 @@ def _listed() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def _stat(pid: int) -> list[bytes]:
-    """Return the fields of `stat` after the name; none when the process is gone."""
-    return read_if_there(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-
-
 def _parent(pid: int) -> int | None:
     """Return the parent of a process of which at least one thread is alive, else None."""
-    fields = _stat(pid)
+    fields = stat_fields(f"/proc/{pid}")
     # The state is that of the first thread, which stays a zombie as long as there are other threads.
     if len(fields) <= _THREADS or (fields[0] in {b"Z", b"X"} and int(fields[_THREADS]) <= 1):
         return None
@@ -105,7 +100,7 @@ def tasks_below(*roots: tuple[int, Sequence[int]]) -> list[int]:
 
     Zombies are counted too, because the kernel counts them until their parent waits for them.
     """
-    found = {pid: fields for pid in _listed() if len(fields := _stat(pid)) > _THREADS}
+    found = {pid: fields for pid in _listed() if len(fields := stat_fields(f"/proc/{pid}")) > _THREADS}
     parents = {pid: int(fields[1]) for pid, fields in found.items()}
     return [sum(max(1, int(found[pid][_THREADS])) for pid in descendants(root, parents, stop)) for root, stop in roots]
 

@@ -331,7 +331,7 @@ class Archive:
 
             faults = {bundle.name: fault for bundle, fault in _at_once(get, manifest.bundles) if fault}
             for name in faults:
-                self._cache.distrust(name)
+                self._cache.mark_damaged(name)
             store.refresh()
             yield _Gathered(store, faults, {split_bundle_name(b.name)[1] + ".pack": b.name for b in manifest.bundles})
 

@@ -181,7 +181,7 @@ class ArchiveCache:
         body: bytes = msgpack.packb(list(index.items()))
         self._keep(volume, token, digest(body) + body)
 
-    def distrust(self, name: str) -> None:
+    def mark_damaged(self, name: str) -> None:
         """Mark a bundle as damaged, so that its objects are sent again."""
         volume, token = split_bundle_name(name)
         self._keep(volume, f"bad-{token}", b"")

@@ -41,12 +41,12 @@ async def test_a_sandbox_at_hand_is_not_asked_for_again(ground: Ground, monkeypa
         workspace = Workspace(nowhere)
         with pytest.raises(ServerUnreachable):
             await workspace.sandbox(ground.context)
-        workspace.at_hand(box)
+        workspace.reuse_soon(box)
         assert await workspace.sandbox(ground.context) is box
         with pytest.raises(ServerUnreachable):
             await workspace.sandbox("another")
         monkeypatch.setattr("carrel.integrations.langgraph.workspace.AT_HAND_S", 0.0)
-        workspace.at_hand(box)
+        workspace.reuse_soon(box)
         with pytest.raises(ServerUnreachable):
             await workspace.sandbox(ground.context)
 

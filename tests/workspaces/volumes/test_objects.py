@@ -56,7 +56,7 @@ def test_the_sweep_waits_for_writers(store: ObjectStore) -> None:
 def test_a_second_copy_serves_when_the_first_is_damaged(store: ObjectStore) -> None:
     [key] = put(store, b"precious" * 50)
     with store.shared():
-        store.distrust([key])
+        store.mark_damaged([key])
     assert put(store, b"precious" * 50) == [key]
     packs = sorted(Path(store.root, "packs").iterdir(), key=lambda path: path.stat().st_mtime_ns)
     assert len(packs) == 2

@@ -216,7 +216,7 @@ def given_size(given: Mapping[str, object]) -> int:
     try:
         size = len(json.dumps(given, ensure_ascii=False).encode())
     except (UnicodeEncodeError, TypeError):
-        raise InvalidRequest("the arguments are no JSON", field="arguments", hint="send text as UTF-8") from None
+        raise InvalidRequest("the arguments are not JSON", field="arguments", hint="send text as UTF-8") from None
     if size > MOST_GIVEN:
         why = f"the arguments have {size} bytes, and {MOST_GIVEN} is the most"
         raise TooLarge(why, field="arguments", hint="write them to a file of the workspace, and name that")

@@ -20,7 +20,7 @@ from carrel.egress.http.relay import Relay, Tunnel
 from carrel.egress.http.streams import TlsStream, accept_tls, begin_tls
 from carrel.egress.outbound.connections import Outbound
 from carrel.egress.plan import Injected
-from carrel.egress.sockets import IDLE_S, farewell, send
+from carrel.egress.sockets import IDLE_S, close_after_delivery, send
 from carrel.errors import InvalidRequest
 
 _MOST_FORMER = 32
@@ -53,7 +53,7 @@ class Inspection:
             context = self.authority(outbound).context(target.host)
         except AccessRefused as refusal:
             await send(client, answers.alert(refusal))
-            await farewell(client)
+            await close_after_delivery(client)
             raise
         loop = asyncio.get_running_loop()
         ours: TlsStream | None = None
@@ -76,7 +76,7 @@ class Inspection:
                     server = _no_tls(target, error)
                 credentials = partial(self.credentials, outbound)
                 await Relay(ours, outbound, Tunnel(target, tunnel, server, credentials)).serve()
-                await farewell(client)
+                await close_after_delivery(client)
         finally:
             for stream in (ours, theirs):
                 if stream is not None:

@@ -14,7 +14,16 @@ from contextlib import suppress
 
 from carrel.egress.copying import copy, tunnel
 from carrel.egress.http.messages import Chunks, MessageHead, chunk, end_of
-from carrel.egress.sockets import FREE_LOOKS, IDLE_S, PAUSE_S, Ended, Undeliverable, farewell, readable, send
+from carrel.egress.sockets import (
+    FREE_LOOKS,
+    IDLE_S,
+    PAUSE_S,
+    Ended,
+    Undeliverable,
+    close_after_delivery,
+    readable,
+    send,
+)
 from carrel.primitives.tasks import cancel
 from carrel.redaction.redact import StreamRedactor
 
@@ -113,7 +122,7 @@ class SocketStream(ByteStream):
     async def finish(self) -> None:
         """See `ByteStream`."""
         if not self._ended:
-            await farewell(self.socket)
+            await close_after_delivery(self.socket)
 
     @property
     def silent(self) -> bool:

@@ -171,7 +171,7 @@ def _checked(url: str) -> str:
         usable = False
     if not usable:
         raise InvalidRequest(
-            "an index that pip is configured with is no URL of http or https",
+            "an index in the configuration of pip is not an http or https URL",
             field="index-url",
             hint="`pip config list` shows it",
         )

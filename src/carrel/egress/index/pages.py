@@ -135,7 +135,7 @@ def read_json(body: bytes, project: str, base: str = "") -> ProjectPage:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
-        raise BadPage("the page is no JSON") from None
+        raise BadPage("the page is not JSON") from None
     files = value.get("files") if isinstance(value, dict) else None
     if not isinstance(files, list):
         raise BadPage("the page lists no files")

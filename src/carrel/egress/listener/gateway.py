@@ -25,7 +25,7 @@ from carrel.egress.listener.first_bytes import Hello
 from carrel.egress.outbound.budget import Meter
 from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.names import read_authority
-from carrel.egress.sockets import Ended, farewell, look, prepare, send, take
+from carrel.egress.sockets import Ended, close_after_delivery, look, prepare, send, take
 
 log = logging.getLogger("carrel.egress")
 
@@ -205,7 +205,7 @@ class Gateway:
         except AccessRefused as refusal:
             self._outbound.close(access, refusal)
             upstream.close()
-            await farewell(client)
+            await close_after_delivery(client)
         except BaseException as error:
             self._outbound.close(access, error)
             raise
@@ -337,4 +337,4 @@ def _unnamed(target: Target, what: str) -> AccessRefused:
 async def _send_last(client: socket.socket, data: bytes) -> None:
     with suppress(OSError, Ended):
         await send(client, data)
-        await farewell(client)
+        await close_after_delivery(client)

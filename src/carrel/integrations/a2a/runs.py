@@ -99,7 +99,7 @@ class TaskRuns:
         before = await self._before(ask, box)
         state = _EMPTY if ask.new else await self._graph.aget_state(ask.config)
         workspace = Workspace(client, context_id=ask.context, approver=self._approver)
-        workspace.at_hand(box)
+        workspace.reuse_soon(box)
         ask.used.append(workspace)
         try:
             if not _over(state):

@@ -44,7 +44,7 @@ class Workspace:
             )
         return name
 
-    def at_hand(self, box: AsyncSandbox) -> None:
+    def reuse_soon(self, box: AsyncSandbox) -> None:
         """Reuse a sandbox for the next seconds instead of asking the server for it again."""
         self._at_hand[:] = [(time.monotonic() + AT_HAND_S, box)]
 

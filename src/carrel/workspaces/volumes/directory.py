@@ -225,7 +225,7 @@ class DirectoryDriver(VolumeDriver):
         """Mark damaged objects, so that the next snapshot of a volume that still has the content stores it again."""
         keys = [bytes.fromhex(str(damage.extra["object"]))] if "object" in damage.extra else []
         with suppress(OSError):
-            self._store.distrust(keys)
+            self._store.mark_damaged(keys)
 
     def collect_garbage(self) -> Collected:
         """Find the needed objects under the shared lock first: only the removal needs the exclusive lock for long."""

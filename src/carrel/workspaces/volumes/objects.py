@@ -227,7 +227,7 @@ class ObjectStore:
         found = [(self._read_index(name) or {}).get(key) for name in names]
         return [place for place in found if place is not None]
 
-    def distrust(self, keys: list[bytes]) -> None:
+    def mark_damaged(self, keys: list[bytes]) -> None:
         """Treat damaged objects as missing from now on, so that their content is stored again."""
         for key in keys:
             with open(os.path.join(self._bad, key.hex()), "wb"):
