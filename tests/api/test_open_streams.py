@@ -160,7 +160,7 @@ async def test_what_another_server_revokes_ends_soon(server: RunningServer, toke
     elsewhere = Tokens(TokenStore(server.plane._database), None, lambda _: None)
     async with terminal(server, token, box) as ended, asyncio.timeout(30):
         await elsewhere.revoke(token["id"])
-        await server.plane.end_revoked()  # the janitor does it every few seconds
+        await server.plane.end_revoked()  # upkeep does it every few seconds
         await ended()
 
 

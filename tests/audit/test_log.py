@@ -184,18 +184,18 @@ async def test_heads_come_by_themselves(store: AuditStore, key: SigningKey) -> N
 async def test_what_a_killed_server_left_open_is_closed_and_told(where: str, store: AuditStore, tmp_path: Path) -> None:
     program = """
 import asyncio, os, sys
-from carrel.audit import AuditLog, Entry, SigningKey, chain_of
+from carrel.audit import AuditEntry, AuditLog, SigningKey, chain_of
 from carrel.store import Database
 from carrel.store.audit import AuditStore
 async def main():
     log = AuditLog(AuditStore(await Database.open(sys.argv[1])), SigningKey.load(sys.argv[2]), "n", head_records=5)
     assert await log.open() == []
-    slow = await log.begin(Entry(chain_of("c"), "agent:a", "shell", "slow"))
+    slow = await log.begin(AuditEntry(chain_of("c"), "agent:a", "shell", "slow"))
     for number in range(9):
-        (await log.begin(Entry(chain_of(f"c{number % 2}"), "agent:a", "shell", "quick"))).end()
-        (await log.begin(Entry(chain_of("c"), "agent:a", "shell", "quick"))).end()
+        (await log.begin(AuditEntry(chain_of(f"c{number % 2}"), "agent:a", "shell", "quick"))).end()
+        (await log.begin(AuditEntry(chain_of("c"), "agent:a", "shell", "quick"))).end()
     await log.flush()
-    other = await log.begin(Entry(chain_of(None, "s"), "agent:b", "file", "read"))
+    other = await log.begin(AuditEntry(chain_of(None, "s"), "agent:b", "file", "read"))
     print("ready", flush=True)
     os.read(0, 1)
 asyncio.run(main())

@@ -175,7 +175,7 @@ from carrel.isolation.masks import Masks, content, pack
 linux.unshare(linux.CLONE_NEWNS | (0 if os.geteuid() == 0 else linux.CLONE_NEWUSER))
 linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
 place, root = sys.argv[1] + "/covers", sys.argv[1] + "/root"
-store = mask_mounts.Store(place, root)
+store = mask_mounts.CoverFiles(place, root)
 
 def packed(**given):
     descriptor = pack(Masks(**given))
