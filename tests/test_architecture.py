@@ -26,6 +26,7 @@ ALLOWED = {
     "connections": BASE,
     "api": BASE | {"control", "models", "metrics", "identity", "audit", "connections"},
     "client": BASE | {"models"},
+    "profiles": BASE | {"policy"},
     "testing": BASE | {"models", "client", "providers", "control"},
     "integrations": BASE | {"client", "connections", "extras", "models"},
     "cli": BASE | {"client", "extras", "models"},
@@ -33,7 +34,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 LAZILY = {
-    "cli": {"server", "local", "config", "policy", "audit", "integrations", "connections"},
+    "cli": {"server", "local", "config", "policy", "profiles", "audit", "integrations", "connections"},
     "integrations": {"policy"},  # which addresses are not of the public internet is written down once
     "__init__": {"client", "models", "errors"},
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -12,6 +12,18 @@ from carrel.policy.documents import documents
 from carrel.policy.documents.documents import DocumentPart
 
 NAME = "sources.json"
+
+
+def check_domain(domain: str) -> None:
+    """Raise `ValueError` for a text that is not a domain or every name below one."""
+    if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?|\*", domain):
+        raise ValueError(f"'{domain[:100]}' is not a domain; write example.org or *.example.org")
+
+
+def check_narrow(domain: str) -> None:
+    """Raise `ValueError` for every domain, and for a whole top-level domain."""
+    if "." not in domain.removeprefix("*.") and domain.startswith("*"):
+        raise ValueError(f"'{domain}' is too broad; name the domains, or leave the key out")
 
 
 class Registry(DocumentPart):
@@ -97,6 +109,34 @@ class Credential(DocumentPart):
         return value.lower()
 
 
+class RequestRule(DocumentPart):
+    """Requests that are asked about or refused although their host is allowed, for example the upload of a git push."""
+
+    host: str = Field(
+        min_length=1, max_length=253, description="the host, or `*.example.org` for every name below example.org"
+    )
+    methods: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="only these methods; without the key, all"
+    )
+    paths: tuple[str, ...] | None = Field(
+        default=None,
+        strict=False,
+        description="only paths, without their query, that match one of these; `*` matches any characters. Without the "
+        "key, all",
+    )
+    verdict: Literal["ask", "deny"] = Field(default="ask", description="ask a person, or refuse")
+    reason: str = Field(
+        default="", max_length=200, description="what such a request does, for the person and the agent"
+    )
+
+    @field_validator("host")
+    @classmethod
+    def _host(cls, value: str) -> str:
+        check_domain(value)
+        check_narrow(value)
+        return value.lower()
+
+
 class WebAccess(DocumentPart):
     """Domains. Admission decides by them, and the egress proxy enforces them on connections."""
 
@@ -123,6 +163,14 @@ class WebAccess(DocumentPart):
     credentials: tuple[Credential, ...] = Field(
         default=(), strict=False, description="headers that the egress proxy adds; their hosts are inspected"
     )
+    requests: tuple[RequestRule, ...] = Field(
+        default=(),
+        strict=False,
+        description="requests that ask or are refused although their host is allowed; their hosts are inspected",
+    )
+    unknown_domains: Literal["ask", "deny"] = Field(
+        default="ask", description="what happens to domains that no rule allows or denies"
+    )
     upstreams: tuple[str, ...] | None = Field(
         default=None,
         strict=False,
@@ -138,16 +186,14 @@ class WebAccess(DocumentPart):
     @classmethod
     def _domains(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for domain in value or ():
-            if not re.fullmatch(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?|\*", domain):
-                raise ValueError(f"'{domain[:100]}' is not a domain; write example.org or *.example.org")
+            check_domain(domain)
         return value
 
     @field_validator("allowed_domains", "opaque_domains", "inspected_domains")
     @classmethod
     def _narrow(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for domain in value or ():
-            if "." not in domain.removeprefix("*.") and domain.startswith("*"):
-                raise ValueError(f"'{domain}' is too broad; name the domains, or leave the key out")
+            check_narrow(domain)
         return value
 
 
