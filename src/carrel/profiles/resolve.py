@@ -15,9 +15,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from carrel.errors import InvalidRequest
-from carrel.policy.documents import documents
 from carrel.policy.documents.settings import SettingsDocument
-from carrel.policy.documents.sources import Sources
 from carrel.profiles.documents import (
     AgentKey,
     Choice,
@@ -191,8 +189,6 @@ def resolve(
             ],
         },
     }
-    documents.build(settings, SettingsDocument, "the settings")
-    documents.build(sources, Sources, "the sources")
     none = "none" in (chosen.network, tightened.network)
     shown = () if tightened.home_files is False else _shared(chosen.home_files, profile.home_files, home)
     return AgentSetup(

@@ -16,7 +16,7 @@ MAX_DOCUMENT = 4 * 1024 * 1024
 class DocumentPart(BaseModel):
     """A part of a policy document. Unknown keys are errors; keys that begin with `_comment` are ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, hide_input_in_errors=True, defer_build=True)
 
     @model_validator(mode="before")
     @classmethod

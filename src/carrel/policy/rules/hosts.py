@@ -61,6 +61,7 @@ class _Web:
         self.allowed = None if web.allowed_domains is None else Domains(web.allowed_domains)
         self.blocked = Domains(web.blocked_domains)
         self.ports = None if web.allowed_ports is None else frozenset(web.allowed_ports)
+        self.closed = web.unknown_domains == "deny"
         self.remote_hosts = remote_hosts(sources.git)
         self.registries = dict(_named_registries(layer, sources))
 
@@ -141,6 +142,10 @@ class HostPolicy:
             return verdicts[0]
         if registry is not None:
             return registry
+        closed = next((each for each in self._webs if each.closed), None)
+        if closed is not None:
+            reason, hint = f"{shown} is not one of this agent's domains", "use a domain that is allowed, or do without"
+            return Verdict("deny", reason, "web_access.unknown_domains: deny", closed.layer.sources_name, hint)
         return Verdict("allow", f"{shown} is on the internet", "network: internet") if self._internet else None
 
     def _registry(self, name: str, port: int) -> Verdict | None:
