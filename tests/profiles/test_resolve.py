@@ -227,7 +227,7 @@ def strictness(found: AgentSetup) -> dict[str, int]:
     assert masks is not None
     tried = {f"{host}:{port}": decide_network(policy, host, port) for host in TRIED for port in (443, 8080)}
     tried |= {
-        f"{verb} {path}": decide_file(policy, verb, f"/workspace/{path}")  # type: ignore[arg-type]
+        f"{verb} {path}": decide_file(policy, verb, f"/workspace/{path}")
         for verb in ("read", "write", "delete")
         for path in ("src/a", ".git/hooks/x", ".vscode/a", "secret")
     }

@@ -165,6 +165,8 @@ class Proxy:
     port: int
     roots: str
     asked: list[Target] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+    """The requests that were asked about."""
     on_ask: Callable[[], None] | None = None
 
     @property
@@ -225,8 +227,9 @@ async def way_out(
     async def resolve(_name: str) -> Sequence[Address]:
         return [IPv4Address("127.0.0.2")]
 
-    async def ask(_sandbox: str, target: Target, said: Verdict) -> Verdict:
+    async def ask(_sandbox: str, target: Target, said: Verdict, request: str | None) -> Verdict:
         proxy.asked.append(target)
+        proxy.requests += [] if request is None else [request]
         if proxy.on_ask is not None:
             proxy.on_ask()
         return Verdict("allow", "a person said so", approval="apr-1") if said.verdict == "ask" else said

@@ -82,7 +82,7 @@ class Person:
     asked: list[Target] = field(default_factory=list)
     before: Callable[[], None] = lambda: None
 
-    async def __call__(self, sandbox: str, target: Target, said: Verdict) -> Verdict:
+    async def __call__(self, sandbox: str, target: Target, said: Verdict, request: str | None) -> Verdict:
         self.asked.append(target)
         self.before()
         return self.says

@@ -122,9 +122,9 @@ class AccessRecorder(Protocol):
         """Record the end of an access. Called once for every access that was opened."""
 
 
-Ask = Callable[[str, Target, Verdict], Awaitable[Verdict]]
-"""Asks the control plane about a target, given the verdict of the rules, and waits for the verdict of admission. Never
-raises: if nobody can be asked, the verdict is to deny.
+Ask = Callable[[str, Target, Verdict, str | None], Awaitable[Verdict]]
+"""Asks the control plane about a target, or about one request to it, given the verdict of the rules, and waits for the
+verdict of admission. Never raises: if nobody can be asked, the verdict is to deny.
 """
 Dial = Callable[[Target, Sequence[Address], Access], Awaitable[socket.socket]]
 """Connects to a target at one of its checked addresses, the best first, directly or through an upstream proxy. Sets

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from carrel.policy.rules.layers import Layer, Policy
 
-VERSION = 2
+VERSION = 3
 """The version of the messages. A control plane of another version drains the proxy that it finds and starts its own."""
 
 

@@ -185,7 +185,7 @@ class EgressProxy:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _ask(self, sandbox: str, target: Target, asks: Verdict) -> Verdict:
+    async def _ask(self, sandbox: str, target: Target, asks: Verdict, request: str | None) -> Verdict:
         if self._channel is None:
             return _nobody_to_ask()
         # Random, so that an answer for one process is never taken for one for the next.
@@ -201,6 +201,7 @@ class EgressProxy:
                     "host": target.host,
                     "port": target.port,
                     "reason": asks.reason[:500],
+                    "request": request,
                 }
             )
             return await question

@@ -275,7 +275,7 @@ async def test_cancelled_while_somebody_is_asked() -> None:
     ground = Ground(plan(web={"allowed_ports": [80]}), 80)
     asked = asyncio.Event()
 
-    async def ask(sandbox: str, target: Target, said: Verdict) -> Verdict:
+    async def ask(sandbox: str, target: Target, said: Verdict, request: str | None) -> Verdict:
         asked.set()
         await asyncio.Event().wait()
         return said

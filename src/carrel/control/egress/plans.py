@@ -87,7 +87,7 @@ def withheld(policy: Policy) -> frozenset[str]:
 
 def inspects(policy: Policy) -> bool:
     """Whether the TLS of any host is inspected, so that sandboxes must trust the proxy's certificates."""
-    return any(web.inspected_domains or web.credentials for web in web_access(policy))
+    return any(web.inspected_domains or web.credentials or web.requests for web in web_access(policy))
 
 
 class Plans:

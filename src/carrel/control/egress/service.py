@@ -295,16 +295,21 @@ class EgressService(Attachment):
             asks = Verdict("ask", str(message.get("reason") or f"no rule allows or denies {host}"))
             attached.asking += 1
             try:
-                verdict = await self._admit(attached.box, host, port, asks)
+                verdict = await self._admit(attached.box, host, port, asks, _text(message.get("request")))
             finally:
                 attached.asking -= 1
         with suppress(ChannelClosed):
             self._client.send("answer", ask=message["ask"], verdict=asdict(verdict))
 
-    async def _admit(self, box: LiveSandbox, host: str, port: int, asks: Verdict) -> Verdict:
-        """Pass an outbound connection through admission like every operation. The access log records it."""
+    async def _admit(self, box: LiveSandbox, host: str, port: int, asks: Verdict, request: str | None) -> Verdict:
+        """Pass an outbound connection, or one request, through admission like every operation. The access log records
+        it.
+        """
         record = box.record
-        actor, arguments = f"sandbox:{record.id}", {"host": host, "port": port}
+        actor = f"sandbox:{record.id}"
+        arguments: dict[str, object] = {"host": host, "port": port}
+        if request is not None:
+            arguments["request"] = request
         # Programs in a sandbox have no token: they cannot decide approvals.
         who = Caller(identity=Identity(actor, OwnerKind.AGENT, frozenset()), wait_s=self._ask_wait_s)
         call = Call(CONNECT, arguments, who, record.id, record.context_id, box.asks_as, proxy_verdict=asks)

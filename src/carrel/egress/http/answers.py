@@ -41,6 +41,17 @@ def refusal(refused: AccessRefused, *, body: bool = True) -> bytes:
     return write_response(refused.status, _phrase(refused), headers) + (content if body else b"")
 
 
+def refused_push(refused: AccessRefused) -> bytes:
+    """Return the refusal of a git push in git's own protocol: git shows nothing of another answer. The third side
+    channel is for fatal errors.
+    """
+    message = b"\x03" + f"carrel refused the push: {_plain(sentence_of(refused))}\n".encode()
+    content = b"%04x" % (len(message) + 4) + message + b"0000"
+    kind = b"application/x-git-receive-pack-result"
+    headers = [_length(content), (b"Content-Type", kind), (b"Cache-Control", b"no-store"), (b"Connection", b"close")]
+    return write_response(200, b"OK", headers) + content
+
+
 def body_of(refused: AccessRefused) -> bytes:
     """Return a refusal as a response body: carrel's usual object, with the names of RFC 9457 that uv shows to its
     users.

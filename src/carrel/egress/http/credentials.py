@@ -91,6 +91,15 @@ class Credentials:
         return clean(response.reason), headers
 
 
+def refuse_ambiguous(path: str, dependent: str) -> None:
+    """Raise `BadRequest` for a path that two programs may read differently, if something depends on it."""
+    if _ODD.search(path):
+        raise BadRequest(
+            f"the path could be read in two ways, and {dependent} depends on it",
+            hint="write the path without //, ;, \\, . and .. and without %2e, %2f, %5c, %3b and %25",
+        )
+
+
 def _is_redactable(injected: Injected) -> bool:
     """Whether the value differs enough from ordinary text to be redacted."""
     try:
@@ -123,11 +132,7 @@ def _paths_match(injected: Injected, target: str) -> bool:
     if injected.paths is None:
         return True
     path = target.partition("?")[0]
-    if _ODD.search(path):
-        raise BadRequest(
-            "the path could be read in two ways, and a credential depends on it",
-            hint="write the path without //, ;, \\, . and .. and without %2e, %2f, %5c, %3b and %25",
-        )
+    refuse_ambiguous(path, "a credential")
     asked = _segments(path)
     return any(asked[: len(own)] == own for own in map(_segments, injected.paths))
 

@@ -35,6 +35,7 @@ from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.names import read_authority
 from carrel.egress.plan import Injected
 from carrel.egress.sockets import Ended, Undeliverable
+from carrel.policy.verdict import Verdict
 from carrel.primitives.tasks import cancel
 from carrel.redaction.redact import StreamRedactor
 
@@ -125,6 +126,7 @@ class Relay:
         self._known: Credentials | None = None
         self._head_size = 0
         self._begun = False
+        self._refused_push = False
 
     async def serve(self) -> None:
         """Answer requests until one side ends the connection. Raises `OSError`."""
@@ -159,8 +161,9 @@ class Relay:
             self._outbound.close(tunnel.access, refusal)
         if self._begun:
             raise Ended("a response was cut")  # once a response has begun, only cutting it shows that it failed
+        answer = answers.refused_push(refusal) if self._refused_push else answers.refusal(refusal, body=not bodiless)
         with suppress(OSError):
-            await self._client.write(answers.refusal(refusal, body=not bodiless))
+            await self._client.write(answer)
 
     async def _next(self) -> bool:
         """Wait for the next request; return False when the client or the server of the tunnel ended the connection, or
@@ -213,6 +216,7 @@ class Relay:
             if self._outbound.rules.credited(target):
                 access.target = target
                 raise _in_the_clear(target)
+            await self._outbound.decide_request(access, target, path)
         except AccessRefused as refusal:
             self._outbound.refuse(access, refusal)
             raise
@@ -226,6 +230,7 @@ class Relay:
         access.method = request.method
         credentials = self._known = None if tunnel.credentials is None else tunnel.credentials()
         chosen: tuple[Injected, ...] = ()
+        permission: Verdict | None = None
         try:
             if clear and outbound.rules.credited(target):
                 raise _in_the_clear(target)
@@ -241,7 +246,9 @@ class Relay:
                 )
             if isinstance(tunnel.server, AccessRefused):
                 raise tunnel.server
+            permission = await outbound.decide_request(access, target, path)
         except AccessRefused as refusal:
+            self._refused_push = request.method == "POST" and _is_push(request.target)
             if not clear:  # else the record of the tunnel tells it
                 outbound.refuse(access, refusal)
             raise
@@ -249,7 +256,7 @@ class Relay:
             # The tunnel was opened for its first request: one record is for both.
             access, tunnel.access.method, tunnel.access.path = tunnel.access, access.method, access.path
             return await self._exchange(_Exchange(request, target, path, tunnel.server, access, outbound.meter(access)))
-        await outbound.admit_in_tunnel(access, target, tunnel.access)
+        await outbound.admit_in_tunnel(access, target, tunnel.access, permission)
         with self._recorded(access):
             if tunnel.credentials is not None and tunnel.credentials() is not credentials:
                 raise _changed()
@@ -490,6 +497,11 @@ def _access_in(tunnel: Tunnel) -> Access:
 def _logged(path: str) -> str:
     """Return a path as it is logged: without the query, which may hold secrets."""
     return path.partition("?")[0][:_MOST_PATH]
+
+
+def _is_push(path: str) -> bool:
+    """Whether a request sends the objects of a git push."""
+    return path.partition("?")[0].endswith("/git-receive-pack")
 
 
 def _split(request: RequestHead) -> tuple[Target, str]:

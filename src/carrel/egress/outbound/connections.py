@@ -28,6 +28,7 @@ from carrel.primitives.cache import Cache
 
 _MOST_VERDICTS = 4096
 _MOST_REFUSALS = 10
+_LONGEST_REQUEST = 500
 
 
 Inspect = Callable[[socket.socket, socket.socket, Target, "Outbound", Access], Awaitable[None]]
@@ -101,10 +102,28 @@ class Outbound:
             self.close(access, error)
             raise
 
-    async def admit_again(self, access: Access, target: Target, before: Access) -> None:
+    async def decide_request(self, access: Access, target: Target, path: str) -> Verdict | None:
+        """Follow the rules for single requests: return the permission of a person, or None if no rule is for this
+        request. Raises `AccessRefused`.
+        """
+        method = access.method or ""
+        verdict = self.rules.decide_request(target, method, path)
+        if verdict is None:
+            return None
+        access.target, rules = target, self.rules
+        await self._consent(access, target, verdict, f"{method} {path.partition('?')[0]}"[:_LONGEST_REQUEST])
+        if self.rules is not rules:
+            now = self.rules.decide_request(target, method, path)
+            if now is not None and now.denies:
+                raise AccessRefused(now)
+        return access.verdict
+
+    async def admit_again(
+        self, access: Access, target: Target, before: Access, permission: Verdict | None = None
+    ) -> None:
         """Admit another request over the connection that `before` opened to the same target. The request is decided and
         reported by itself, but nothing is looked up or dialled. It counts as a connection, unless `before` still does.
-        Raises `AccessRefused`.
+        `permission` is what `decide_request` returned. Raises `AccessRefused`.
         """
         access.target, access.address, access.upstream = target, before.address, before.upstream
         entering, rules = id(before) not in self._running, self.rules
@@ -125,19 +144,22 @@ class Outbound:
                 self.budget.leave()
             self.refuse(access, error)
             raise
+        access.verdict = permission or access.verdict
         self._report_open(access, entered=entering)
 
-    async def admit_in_tunnel(self, access: Access, target: Target, tunnel: Access) -> None:
+    async def admit_in_tunnel(
+        self, access: Access, target: Target, tunnel: Access, permission: Verdict | None = None
+    ) -> None:
         """Admit a request inside a tunnel, as `admit_again` does. A person who was asked about the tunnel, or about a
         request in it, is not asked again.
         """
         asks = self._verdict(target).asks
         if asks and tunnel.verdict.rule is None:
             access.target, access.address, access.upstream = target, tunnel.address, tunnel.upstream
-            access.verdict = tunnel.verdict
+            access.verdict = permission or tunnel.verdict
             self.admit_without_connection(access)
             return
-        await self.admit_again(access, target, tunnel)
+        await self.admit_again(access, target, tunnel, permission)
         if asks:
             tunnel.verdict = access.verdict
 
@@ -268,11 +290,11 @@ class Outbound:
             return None
         return await self._resolve(target.host)
 
-    async def _consent(self, access: Access, target: Target, verdict: Verdict) -> None:
+    async def _consent(self, access: Access, target: Target, verdict: Verdict, request: str | None = None) -> None:
         """Follow a verdict; if it is to ask, follow the verdict of the control plane. Raises `AccessRefused`."""
         access.verdict = verdict
         if verdict.asks:
-            access.verdict = await self._ask(self.plan.sandbox, target, verdict)
+            access.verdict = await self._ask(self.plan.sandbox, target, verdict, request)
         if not access.verdict.allows:
             raise AccessRefused(access.verdict)
 

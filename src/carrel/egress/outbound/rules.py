@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from carrel.egress.access import Address, Target
+from carrel.egress.http.credentials import refuse_ambiguous
 from carrel.egress.plan import HostRegistry, PackageIndex
-from carrel.policy.documents.sources import PackageManager, Registry, Sources, WebAccess
+from carrel.policy.documents.sources import PackageManager, Registry, RequestRule, Sources, WebAccess
 from carrel.policy.rules.hosts import Domains, HostPolicy
 from carrel.policy.rules.layers import Policy
 from carrel.policy.rules.packages import normalised
-from carrel.policy.verdict import Verdict
+from carrel.policy.rules.patterns import pattern
+from carrel.policy.verdict import Verdict, strictest
 
 MB = 1024 * 1024
 
@@ -68,6 +71,12 @@ class EgressRules:
         self._opaque = _DomainLists(each.opaque_domains for each in webs)
         self._inspected = _DomainLists(each.inspected_domains for each in webs)
         self._credited = frozenset(each.host for web in webs for each in web.credentials)
+        self._requests = [
+            _RequestMatch(each, name)
+            for name, layer in policy.sources
+            if layer.web_access is not None
+            for each in layer.web_access.requests
+        ]
         clone = policy.limits.max_clone_size_mb
         self._most_cloned = None if clone is None else clone * MB
 
@@ -87,8 +96,21 @@ class EgressRules:
         return self._opaque.has(target)
 
     def inspected(self, target: Target) -> bool:
-        """Whether the TLS of the host is opened: the policy says so, or a credential is injected."""
-        return self.credited(target) or self._inspected.has(target)
+        """Whether the TLS of the host is opened: the policy says so, a credential is injected, or the policy decides
+        single requests to it.
+        """
+        return (
+            self.credited(target)
+            or self._inspected.has(target)
+            or any(each.concerns(target) for each in self._requests)
+        )
+
+    def decide_request(self, target: Target, method: str, path: str) -> Verdict | None:
+        """Return the verdict of the rules for single requests; None if none of them is for this one. Raises
+        `BadRequest` for a path that is not clear.
+        """
+        concerned = (each for each in self._requests if each.concerns(target))
+        return strictest(verdict for each in concerned if (verdict := each.decide(target, method, path)))
 
     def credited(self, target: Target) -> bool:
         """Whether a credential is injected into requests to the host."""
@@ -99,6 +121,37 @@ class EgressRules:
         if self._most_cloned is None or not self._hosts.remote(target.host, literal=target.literal is not None):
             return None
         return self._most_cloned
+
+
+class _RequestMatch:
+    """A rule for single requests to a host."""
+
+    def __init__(self, rule: RequestRule, source: str):
+        self._host = Domains((rule.host,))
+        self._methods = None if rule.methods is None else {each.upper() for each in rule.methods}
+        self._paths = None if rule.paths is None else [pattern(each.casefold()) for each in rule.paths]
+        self._rule, self._source = rule, source
+
+    def concerns(self, target: Target) -> bool:
+        """Whether the rule is about requests to the host."""
+        return self._host.find(target.host, literal=target.literal is not None) is not None
+
+    def decide(self, target: Target, method: str, target_path: str) -> Verdict | None:
+        """Return the verdict on a request to the host; None if the rule does not match it."""
+        if self._methods is not None and method.upper() not in self._methods:
+            return None
+        path = target_path.partition("?")[0]
+        if self._paths is not None:
+            refuse_ambiguous(path, "a rule for requests")
+            known = unquote(path).rstrip("/").casefold()
+            if not any(each.matches(known) for each in self._paths):
+                return None
+        what = self._rule.reason or f"{method} {path[:200]}"
+        if self._rule.verdict == "ask":
+            reason, hint = f"{what}: a person is asked about this request to {target.host}", "a person can approve it"
+        else:
+            reason, hint = f"{what}: this request to {target.host} is denied for this agent", "do it without this"
+        return Verdict(self._rule.verdict, reason, f"web_access.requests: {self._rule.host}", self._source, hint)
 
 
 class _DomainLists:

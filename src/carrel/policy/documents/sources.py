@@ -166,6 +166,7 @@ class WebAccess(DocumentPart):
     requests: tuple[RequestRule, ...] = Field(
         default=(),
         strict=False,
+        max_length=1000,
         description="requests that ask or are refused although their host is allowed; their hosts are inspected",
     )
     unknown_domains: Literal["ask", "deny"] = Field(
