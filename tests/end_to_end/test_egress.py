@@ -24,6 +24,9 @@ ASKED = f"127.{random.randrange(1, 255)}.{random.randrange(1, 255)}.{random.rand
 """Where a server may have port 80 while other tests run."""
 
 
+LOGIN = base64.b64encode(b"ann:a-password-that-stays-outside").decode()
+
+
 class Place:
     """A server, the sites around it, and a sandbox that may reach them."""
 
@@ -31,7 +34,8 @@ class Place:
         self.outside, self.carrel = outside, carrel
         self.plain = outside.site(lambda _method, path, _headers, body: b"plain " + path.encode() + body)
         self.safe = outside.site(lambda _method, path, _headers, body: b"safe " + path.encode() + body, tls=True)
-        self.git = outside.site(GitBackend(tmp_path), tls=True)
+        self.backend = GitBackend(tmp_path)
+        self.git = outside.site(self.backend, tls=True)
         self.npm = outside.site(NpmRegistry())
         registry = {"name": "shelf", "url": f"http://npm.test:{self.npm.port}/"}
         sources = {
@@ -98,6 +102,8 @@ class GitBackend:
             "HTTP_CONTENT_ENCODING": headers.get("content-encoding", ""),
             "HTTP_GIT_PROTOCOL": headers.get("git-protocol", ""),
         }
+        if headers.get("authorization") == f"Basic {LOGIN}":
+            environment["REMOTE_USER"] = "ann"  # only then it takes a push
         done = subprocess.run(["git", "http-backend"], input=body, env=environment, capture_output=True, check=True)
         head, _, content = done.stdout.partition(b"\r\n\r\n")
         lines = head.decode().split("\r\n")
@@ -177,6 +183,34 @@ def test_git_clones_and_is_refused_elsewhere(place: Place) -> None:
     assert "403" in said
     paths = until(lambda: [path for path in _paths(place.carrel, "tools") if "git-upload-pack" in path], "the log")
     assert all(path.startswith("/project.git/") for path in paths)
+
+
+def test_git_push_asks_a_person_and_uses_a_credential_that_is_never_inside(place: Place) -> None:
+    port, carrel = place.git.port, place.carrel
+    push = {"host": "git.test", "methods": ["POST"], "paths": ["*/git-receive-pack"], "reason": "git push"}
+    login = {"host": "git.test", "secret": "git-login", "format": "Basic {secret}", "paths": ["/project.git"]}
+    web = {"requests": [push], "credentials": [login]}
+    box = carrel.context("pushes", *outbound("git.test", port=port), sources={"web_access": web})
+    carrel.client.secrets("pushes").put("git-login", LOGIN)
+    run(box, ["git", "clone", "-q", f"https://git.test:{port}/project.git", "cloned"])
+    commit = "git -C cloned -c user.name=a -c user.email=a@b.test commit -q --allow-empty -m two"
+    box.files.write("push.sh", f"{commit}; git -C cloned push -q origin HEAD:refs/heads/two; env".encode())
+
+    def answer(*, approve: bool) -> None:
+        waiting = until(
+            lambda: list(carrel.client.approvals.list(context_id="pushes", state="pending")), "the question"
+        )
+        assert "POST /project.git/git-receive-pack" in waiting[0].summary and "git push" in waiting[0].reason
+        (carrel.client.approvals.approve if approve else carrel.client.approvals.deny)(waiting[0].id)
+
+    for approve, words in ((False, "remote: carrel refused the push: "), (True, "")):
+        person = threading.Thread(target=answer, kwargs={"approve": approve})
+        person.start()
+        said = run(box, ["sh", "push.sh"], ok=False)
+        person.join()
+        assert words in said and LOGIN not in said and "a-password" not in said
+        pushed = ["git", "-C", str(place.backend.root / "project.git"), "rev-parse", "-q", "--verify", "two"]
+        assert (subprocess.run(pushed, capture_output=True, check=False).returncode == 0) is approve
 
 
 def _paths(carrel: Carrel, context: str) -> list[str]:
