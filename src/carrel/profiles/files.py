@@ -40,14 +40,15 @@ _PATH = re.compile(r"/[A-Za-z0-9._~/+-]+")
 
 def prepare(
     command: Sequence[str],
-    folder: str,
+    folder: str | None,
     *,
     profile: str | None = None,
     options: UserConfig | None = None,
     environ: Mapping[str, str],
     home: str,
 ) -> AgentSetup:
-    """Read all documents for a command in a folder and return its setup. Without `profile`, the program chooses it.
+    """Read all documents for a command in a folder and return its setup. Without `profile`, the program chooses it;
+    without `folder`, the workspace is not one of this machine and has no documents.
 
     Raises `InvalidRequest` for documents that are not valid, `FileMissing` for an unknown profile.
     """
@@ -64,7 +65,7 @@ def prepare(
         profile=found if name != DEFAULT else Profile(description=default.description),
         user=read_user(directory),
         options=options or UserConfig(),
-        project=read_project(folder),
+        project=Project() if folder is None else read_project(folder),
         environ=environ,
         home=home,
         identity=read_identity(),
