@@ -137,7 +137,7 @@ def test_the_user_widens_and_options_win() -> None:
     assert decide_network(policy, "b.example.org", 8080).allows
     assert decide_network(policy, "other.example", 443).asks
     assert decide_file(policy, "write", "/workspace/.vscode/tasks.json").allows
-    assert found.questions.push == "allow" and found.env["A"] == "1"
+    assert web(found)["requests"] == [] and found.env["A"] == "1"
     assert SharedFile("/home/me/.gitconfig", "/home/agent/.gitconfig") in found.shared_files
     assert SharedFile("/opt/tools", "/opt/tools") in found.shared_files
     assert (
@@ -193,7 +193,7 @@ RULES = [
 USERS = [
     "",
     'unknown_hosts = "ask"\npush = "allow"\nallow_hosts = ["*.example.org", "a.example.org:8080", "10.1.0.0/16"]\n'
-    'unprotect = [".vscode"]\ndelete_limit = 1000\nhome_files = ["profile"]\nallow = ["shell(make)"]',
+    'unprotect = [".vscode"]\nhome_files = ["profile"]\nallow = ["shell(make)"]',
     'push = "deny"\ndeny_hosts = ["claude.ai"]\nnetwork = "none"\nprotect = ["src"]',
 ]
 _lists = st.lists
@@ -206,7 +206,6 @@ _CONFIGS = st.builds(
     push=st.sampled_from([None, "ask", "deny"]),
     git_credentials=st.sampled_from([None, False]),
     home_files=st.sampled_from([None, False]),
-    delete_limit=st.none() | st.integers(1, 2000),
     protect=_lists(st.sampled_from(PATHS), max_size=3).map(tuple),
     deny=_lists(st.sampled_from(RULES), max_size=3).map(tuple),
 )
@@ -238,15 +237,10 @@ def strictness(found: AgentSetup) -> dict[str, int]:
     shut = masks.writable == ()
     return {
         **{key: _ORDER[verdict.verdict] for key, verdict in tried.items()},
-        **{
-            f"push {host}": pushes.get(host, 2 if host == "github.com" and not found.git_logins else 0)
-            for host in pushes
-        },
+        **{f"push {host}": value for host, value in pushes.items()},
         **{f"mask {place}": 1 for place in masks.readonly},
         "network": int(found.network == "none"),
-        "unknown": _ORDER[found.questions.unknown_hosts],
-        "push": _ORDER[found.questions.push],
-        "deletes": -found.questions.delete_limit,
+        "unknown": _ORDER[found_web.unknown_domains],
         "credentials": -len(found_web.credentials),
         "secrets": -len(found.secrets),
         "home": -len(found.shared_files),

@@ -138,12 +138,6 @@ class UserConfig(DocumentPart):
         default=None,
         description="use the git credential helper outside for the https remotes of the folder; without the key, yes",
     )
-    delete_limit: int | None = Field(
-        default=None, ge=1, le=1_000_000, description="ask before the agent deletes more files than this; default 50"
-    )
-    answer_s: float | None = Field(
-        default=None, gt=0, le=86_400, description="how long a question waits; unanswered means no. Default 300"
-    )
     protect: tuple[FolderPath, ...] = Field(default=(), strict=False, description="more paths that are read-only")
     unprotect: tuple[FolderPath, ...] = Field(
         default=(), strict=False, description="paths of the default list that may be written, as they are written there"
@@ -181,9 +175,6 @@ class ProjectConfig(DocumentPart):
     push: Strictness | None = Field(default=None, description="`git push`: ask at least, or refuse it")
     git_credentials: Literal[False] | None = Field(default=None, description="false: no git credentials")
     home_files: Literal[False] | None = Field(default=None, description="false: no files of the home directory")
-    delete_limit: int | None = Field(
-        default=None, ge=1, le=1_000_000, description="ask before the agent deletes more files than this"
-    )
     protect: tuple[FolderPath, ...] = Field(
         default=(), strict=False, max_length=MOST_PROJECT_RULES, description="more paths that are read-only"
     )

@@ -163,9 +163,10 @@ def _read(folder: str, path: str) -> bytes | None:
         ) from None
     finally:
         os.close(directory)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise InvalidRequest(f"{path} is not a regular file", field=path, hint="remove it")
     with os.fdopen(file, "rb") as opened:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise InvalidRequest(f"{path} is not a regular file", field=path, hint="remove it")
         data = opened.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise InvalidRequest(f"{path} is larger than {_MOST_BYTES} bytes", field=path, hint="shorten it")

@@ -21,7 +21,6 @@ from carrel.profiles.documents import (
     Choice,
     Profile,
     ProjectConfig,
-    Strictness,
     UserConfig,
     UserDocument,
     check_host,
@@ -33,8 +32,6 @@ HOME = "/home/agent"
 WORKSPACE = "/workspace"
 PROFILE_FILES = "profile"
 """The word in `home_files` that means the files that the profile names."""
-DELETE_LIMIT = 50
-ANSWER_S = 300.0
 _PORTS = (None, 80, 443)
 """The open ports of an allowed host without a port."""
 _NETWORK_RULE = re.compile(r"\s*network\s*\(\s*outbound\s*:(.*)\)\s*")
@@ -80,16 +77,6 @@ class GitLogin:
 
 
 @dataclass(frozen=True, slots=True)
-class Questions:
-    """When a person is asked, and how long a question waits. Unanswered means no."""
-
-    unknown_hosts: Strictness
-    push: Choice
-    delete_limit: int
-    answer_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class AgentSetup:
     """Everything that starts an agent in a sandbox."""
 
@@ -107,7 +94,6 @@ class AgentSetup:
     shared_files: tuple[SharedFile, ...]
     home_texts: dict[str, str]
     """Small files to show in the home directory, read-only: path in it, and text."""
-    questions: Questions
     notes: tuple[str, ...]
     """Sentences for the person: keys that are missing, wishes of the project that were not followed."""
 
@@ -152,15 +138,9 @@ def resolve(
         secrets = {key: value for key, value in secrets.items() if any(key == each["secret"] for each in credentials)}
     push = max(chosen.push or "ask", tightened.push or "allow", key=_STRICTNESS.__getitem__)
     closed = "deny" in (chosen.unknown_hosts or "deny", tightened.unknown_hosts) or tightened.only_hosts is not None
-    questions = Questions(
-        "deny" if closed else "ask",
-        push,
-        min(chosen.delete_limit or DELETE_LIMIT, tightened.delete_limit or 1_000_000),
-        chosen.answer_s or ANSWER_S,
-    )
     logins = _git_logins(remotes)
     web: dict[str, object] = {
-        "unknown_domains": questions.unknown_hosts,
+        "unknown_domains": "deny" if closed else "ask",
         "blocked_domains": [*dict.fromkeys((*chosen.deny_hosts, *tightened.deny_hosts))],
         "credentials": [*credentials, *(_git_credential(each, remotes) for each in logins)],
         "requests": [
@@ -202,7 +182,6 @@ def resolve(
         git_logins=logins,
         shared_files=tuple(shown),
         home_texts={".config/git/config": _git_config(remotes, identity)},
-        questions=questions,
         notes=tuple(notes),
     )
 
