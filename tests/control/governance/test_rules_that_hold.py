@@ -43,10 +43,9 @@ def _rules(allow: list[str], deny: list[str]) -> PolicyDocuments:
 
 
 async def _made(plane: ControlPlane, context: str, rules: PolicyDocuments | None = None) -> None:
-    caller = CODER
     if rules is not None:
         await plane.policy_changes.put(context, rules, "person:ann")
-    await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id=context))
+    await plane.operations.deploy_or_resume(CODER, SandboxRequest(context_id=context))
 
 
 async def _run(plane: ControlPlane, context: str, command: str, caller: Caller = CODER) -> str:

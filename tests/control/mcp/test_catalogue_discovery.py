@@ -146,15 +146,12 @@ async def test_nobody_else_works_where_carrel_asks(plane: ControlPlane, box: str
         await asyncio.sleep(0.01)
     own = found[0].record.id
     caller = Caller(Identity("agent:a", OwnerKind.AGENT, frozenset({Scope.OPERATE})))
-    try:
-        with pytest.raises(NotFound, match="carrel itself"):
-            await plane.operations.run_command(caller, own, CommandRequest(command="ls /run/secrets"))
-        with pytest.raises(NotFound, match="carrel itself"):
-            await plane.operations.forward(caller, LIST_FILES, own, ListRequest())
-        with pytest.raises(NotFound, match="carrel itself"):
-            await plane.operations.write_file(caller, own, "x", b"x")
-    finally:
-        caller = ADMIN
+    with pytest.raises(NotFound, match="carrel itself"):
+        await plane.operations.run_command(caller, own, CommandRequest(command="ls /run/secrets"))
+    with pytest.raises(NotFound, match="carrel itself"):
+        await plane.operations.forward(caller, LIST_FILES, own, ListRequest())
+    with pytest.raises(NotFound, match="carrel itself"):
+        await plane.operations.write_file(caller, own, "x", b"x")
     await asking
 
 

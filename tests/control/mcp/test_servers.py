@@ -57,8 +57,10 @@ async def box(plane: ControlPlane) -> AsyncIterator[str]:
     yield "c"
 
 
-async def call(plane: ControlPlane, tool: str, at: str = "c", /, **arguments: object) -> McpResult:
-    return await plane.mcp.request(ADMIN, at, "good", McpRequest(tool=tool, arguments=arguments))
+async def call(
+    plane: ControlPlane, tool: str, at: str = "c", caller: Caller = ADMIN, /, **arguments: object
+) -> McpResult:
+    return await plane.mcp.request(caller, at, "good", McpRequest(tool=tool, arguments=arguments))
 
 
 async def records(plane: ControlPlane, context: str = "c", **wanted: str) -> list[AuditRecord]:
@@ -174,20 +176,19 @@ async def test_rules_name_server_and_tool(plane: ControlPlane, box: str) -> None
         await call(plane, "fail")
     assert denied.value.rule == "mcp(good:fail)"
     caller = Caller(Identity("agent:a", OwnerKind.AGENT, frozenset({Scope.OPERATE})))
-    try:
-        with pytest.raises(ApprovalNeeded) as asked:
-            await call(plane, "count")
-        assert asked.value.approval is not None
-        [waits] = [each for each in (await plane.approvals.page()).items if each.id == asked.value.approval]
-        assert waits.kind == "mcp" and waits.summary == 'good:count {"arguments": {}}'
-        await plane.decisions.decide(Caller(PERSON), asked.value.approval, ApprovalDecision(approve=True))
-        assert (await call(plane, "count")).text == "2", "who asks the same again needs no handle, and runs it once"
-        with pytest.raises(ApprovalNeeded):
-            await call(plane, "count")
-        with pytest.raises(ApprovalNeeded):
-            await plane.mcp.read_resource(caller, "c", "good", "memo://one")
-    finally:
-        caller = ADMIN
+    with pytest.raises(ApprovalNeeded) as asked:
+        await call(plane, "count", "c", caller)
+    assert asked.value.approval is not None
+    [waits] = [each for each in (await plane.approvals.page()).items if each.id == asked.value.approval]
+    assert waits.kind == "mcp" and waits.summary == 'good:count {"arguments": {}}'
+    await plane.decisions.decide(Caller(PERSON), asked.value.approval, ApprovalDecision(approve=True))
+    assert (await call(plane, "count", "c", caller)).text == "2", (
+        "who asks the same again needs no handle, and runs it once"
+    )
+    with pytest.raises(ApprovalNeeded):
+        await call(plane, "count", "c", caller)
+    with pytest.raises(ApprovalNeeded):
+        await plane.mcp.read_resource(caller, "c", "good", "memo://one")
     expected = ["ok", "denied_by_policy", "approval_needed", "ok", "approval_needed", "approval_needed"]
     assert [each.result for each in await records(plane, kind="mcp")] == expected
 
@@ -241,20 +242,17 @@ async def test_what_a_person_let_in_is_started_without_asking(plane: ControlPlan
     rules = {"permissions": {"allow": ["mcp(good:*)"]}}
     await plane.policy_changes.put("c", PolicyDocuments(settings=rules), "ann")
     caller = Caller(Identity("agent:a", OwnerKind.AGENT, frozenset({Scope.OPERATE})))
-    try:
-        with pytest.raises(ApprovalNeeded) as asked:
-            await plane.mcp.add(caller, box, "good", SERVER)
-        assert asked.value.approval is not None
-        await plane.decisions.decide(Caller(PERSON), asked.value.approval, ApprovalDecision(approve=True))
-        caller = Caller(caller.identity, approval=asked.value.approval)
+    with pytest.raises(ApprovalNeeded) as asked:
         await plane.mcp.add(caller, box, "good", SERVER)
-        caller = Caller(caller.identity)
-        assert (await call(plane, "count")).text == "1"
-        await plane.mcp.stop(caller, box, "good")
-        await plane.mcp.start(caller, box, "good")
-        assert (await call(plane, "count")).text == "1"
-    finally:
-        caller = ADMIN
+    assert asked.value.approval is not None
+    await plane.decisions.decide(Caller(PERSON), asked.value.approval, ApprovalDecision(approve=True))
+    caller = Caller(caller.identity, approval=asked.value.approval)
+    await plane.mcp.add(caller, box, "good", SERVER)
+    caller = Caller(caller.identity)
+    assert (await call(plane, "count", "c", caller)).text == "1"
+    await plane.mcp.stop(caller, box, "good")
+    await plane.mcp.start(caller, box, "good")
+    assert (await call(plane, "count", "c", caller)).text == "1"
 
 
 async def test_it_survives_stop_resume_and_fork(plane: ControlPlane, box: str) -> None:

@@ -40,9 +40,8 @@ POLICY: dict[str, object] = {
 
 
 async def _governed(plane: ControlPlane) -> None:
-    caller = Caller(AGENT)
     await plane.policy_changes.put("c", PolicyDocuments(settings=POLICY), "person:ann")
-    await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="c"))
+    await plane.operations.deploy_or_resume(CODER, SandboxRequest(context_id="c"))
 
 
 async def _records(plane: ControlPlane) -> list[tuple[str, str, str | None]]:

@@ -178,21 +178,18 @@ async def test_nobody_else_works_in_them(settings: Settings) -> None:
         used, spare = sorted((each for each in plane.router.table.places), key=lambda each: each.owner is None)
         for subject, place, works in (("a", used, True), ("b", used, False), ("a", spare, False), ("b", spare, False)):
             caller = Caller(Identity(f"agent:{subject}", OwnerKind.AGENT, frozenset({Scope.OPERATE})))
-            try:
-                if works:
-                    await plane.operations.forward(caller, STAT_FILE, place.id, StatRequest(path="."))
-                    continue
-                with pytest.raises(NotFound, match="without a context only"):
-                    await plane.operations.run_command(caller, place.id, CommandRequest(command="touch /tmp/planted"))
-                with pytest.raises(NotFound):
-                    await plane.operations.write_file(caller, place.id, "planted", b"x")
-                # An environment below the workspace's own Python would be what the next call runs in.
-                with pytest.raises(NotFound, match="without a context only"):
-                    await plane.envs.attach(caller, place.id, EnvironmentAttach(requirements=["nail"], venv=True))
-                with pytest.raises(NotFound, match="without a context only"):
-                    await plane.envs.detach(caller, place.id, "nail")
-            finally:
-                caller = ADMIN
+            if works:
+                await plane.operations.forward(caller, STAT_FILE, place.id, StatRequest(path="."))
+                continue
+            with pytest.raises(NotFound, match="without a context only"):
+                await plane.operations.run_command(caller, place.id, CommandRequest(command="touch /tmp/planted"))
+            with pytest.raises(NotFound):
+                await plane.operations.write_file(caller, place.id, "planted", b"x")
+            # An environment below the workspace's own Python would be what the next call runs in.
+            with pytest.raises(NotFound, match="without a context only"):
+                await plane.envs.attach(caller, place.id, EnvironmentAttach(requirements=["nail"], venv=True))
+            with pytest.raises(NotFound, match="without a context only"):
+                await plane.envs.detach(caller, place.id, "nail")
         assert (await call(plane, LOOK, "agent:b")).output == (await call(plane, LOOK)).output
 
 

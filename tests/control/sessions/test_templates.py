@@ -42,8 +42,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies_module, "FRESH_S", 0.0)
 
 
-async def _run(plane: ControlPlane, name: str, command: str) -> str:
-    return (await plane.operations.run_command(ADMIN, name, CommandRequest(command=command))).stdout
+async def _run(plane: ControlPlane, name: str, command: str, caller: Caller = ADMIN) -> str:
+    return (await plane.operations.run_command(caller, name, CommandRequest(command=command))).stdout
 
 
 async def test_a_sandbox_is_made_by_a_template(folder: Path, plane: ControlPlane) -> None:
@@ -87,7 +87,7 @@ async def test_a_context_keeps_the_template_it_was_made_with(folder: Path, plane
     info, _ = await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="c"))
     assert info.template == "numbers", "nobody gets rid of its rules by beginning anew"
     with pytest.raises(Denied):
-        await _run(plane, "c", "curl x")
+        await _run(plane, "c", "curl x", caller)
     await plane.operations.terminate(caller, "c", TerminateRequest())
     caller = ADMIN
     info, _ = await plane.operations.deploy_or_resume(caller, other)

@@ -163,17 +163,11 @@ def _described(plane: ControlPlane, context: str) -> dict[str, object]:
 
 async def test_the_description_of_a_workspace_is_true(plane: ControlPlane) -> None:
     agent = Identity("agent:coder-1", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
-    caller = Caller(agent)
-    try:
-        info, _ = await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="team:c"))
-    finally:
-        caller = ADMIN
+    info, _ = await plane.operations.deploy_or_resume(Caller(agent), SandboxRequest(context_id="team:c"))
     assert info.agent == "coder-1"
     first = _described(plane, "team:c")
     assert (first["agent"], first["namespace"], first["disk_usage_bytes"]) == ("coder-1", "team", 0)
-    await plane.operations.run_command(
-        caller, "team:c", CommandRequest(command="head -c 3000000 /dev/urandom > data/x")
-    )
+    await plane.operations.run_command(ADMIN, "team:c", CommandRequest(command="head -c 3000000 /dev/urandom > data/x"))
     box = await plane.sessions.find("team:c")
     box.used_bytes = 3_000_000  # as the watch finds it
     await plane.upkeep.describe()
@@ -184,15 +178,15 @@ async def test_the_description_of_a_workspace_is_true(plane: ControlPlane) -> No
     record = await plane.store.get(info.id)
     assert record is not None and record.used_bytes == 3_000_000
     await plane.operations.run_command(
-        caller, "team:c", CommandRequest(command="rm data/x; rm .context.json; mkdir .context.json")
+        ADMIN, "team:c", CommandRequest(command="rm data/x; rm .context.json; mkdir .context.json")
     )
-    await plane.operations.run_command(caller, "team:c", CommandRequest(command="ln -s /etc/passwd .context.json.new"))
+    await plane.operations.run_command(ADMIN, "team:c", CommandRequest(command="ln -s /etc/passwd .context.json.new"))
     await plane.sessions.stop("team:c")
     record = await plane.store.get(info.id)
     assert record is not None and record.used_bytes is not None and record.used_bytes < 3_000_000
-    again, _ = await plane.operations.deploy_or_resume(caller, SandboxRequest(context_id="team:c"))
+    again, _ = await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="team:c"))
     assert again.agent == "coder-1", "it stays whose it was"
-    await plane.operations.run_command(caller, "team:c", CommandRequest(command="rm -r .context.json"))
+    await plane.operations.run_command(ADMIN, "team:c", CommandRequest(command="rm -r .context.json"))
     await plane.sessions.stop("team:c")
     last, record = _described(plane, "team:c"), await plane.store.get(info.id)
     assert record is not None
