@@ -18,7 +18,7 @@ from tests.support.fork_server import CARREL, EGRESS, ZYGOTE, Subprocess, forkin
 from tests.support.postgres import Postgres
 from tests.support.s3 import S3Server
 from tests.support.sandboxes import KINDS, Box, House, Supervisor, parent
-from tests.support.servers import ROOT, Server, science
+from tests.support.servers import LITTLE, MUCH, ROOT, Server, science
 
 # Hooks: the watch over what is left behind, workers, and the summary.
 from tests.support.workers import pytest_configure, pytest_terminal_summary  # noqa: F401
@@ -132,15 +132,16 @@ def science_as_root() -> Iterator[Server]:
     """A server with a template of real packages, built once for the whole run."""
     if not ROOT:
         pytest.skip("the server as root: the tests do not run as root")
-    with science(user=False) as server:
+    with science(MUCH, user=False) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def science_as_user(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """The same as an ordinary user; what was downloaded is not downloaded again."""
-    before = request.getfixturevalue("science_as_root").data_dir if ROOT else None
-    with science(user=True, downloaded=before) as server:
+def science_as_user() -> Iterator[Server]:
+    """The same as an ordinary user. Beside the server of root it only shows what code must not reach: one small package
+    is enough for that.
+    """
+    with science(LITTLE if ROOT else MUCH, user=True) as server:
         yield server
 
 

@@ -2,6 +2,7 @@
 
 The pages run one after the other on one server, and then once more in the reverse order: so each page is run on a server
 that all the others have used, and twice by the same reader. They see what a reader has: a home, and no variable of ours.
+The first time a page has a fresh interpreter, as a reader has; the second time it is forked, which spares its imports.
 """
 
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cli_process import CliServer
+from tests.support.fork_server import start
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -28,7 +30,7 @@ CONTEXTS = re.compile(r"""\.sandbox\(\s*"([^"]+)"|contexts=\["([^"]+)"\]|context
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory):
+def reader(tmp_path_factory, carrel_forks):
     """The environment of somebody who reads the pages on the machine of a server that runs with its defaults."""
     home = tmp_path_factory.mktemp("home")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("CARREL_", "XDG_"))}
@@ -53,12 +55,21 @@ def reader(tmp_path_factory):
     assert process.wait(30) == 0
 
 
-@pytest.mark.parametrize("page", [*PAGES, *reversed(PAGES)], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_code_on_page_runs(page, reader, tmp_path):
+    run_page(page, reader, tmp_path, subprocess.Popen, "-W", "error")
+
+
+@pytest.mark.parametrize("page", [*reversed(PAGES)], ids=lambda page: page.stem)
+def test_code_on_page_runs_once_more(page, reader, tmp_path):
+    run_page(page, reader, tmp_path, start)
+
+
+def run_page(page, reader, tmp_path, begin, *options):
     blocks = FENCE.findall(page.read_text())
     python = "\n".join(code for kind, code in blocks if kind == "python")
     # Shell between the Python of a page sees what that Python made: both run in the page's order.
-    script = []
+    script = ["import warnings as _w\n_w.simplefilter('error')\n"]
     for kind, code in blocks:
         if kind == "python":
             script.append(code)
@@ -68,13 +79,13 @@ def test_code_on_page_runs(page, reader, tmp_path):
                 f"import subprocess as _s\n_r = _s.run({line!r}, shell=True, capture_output=True, text=True)\n"
             )
             script.append("assert 'error:' not in _r.stderr and 'Traceback' not in _r.stderr, _r.stderr\n")
-    if not script:
+    if len(script) == 1:
         return
     said = tmp_path / "said"
-    with said.open("wb") as errors:
-        run = subprocess.Popen(
-            [sys.executable, "-W", "error", "-c", "\n".join(script)],
-            env=reader, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+    with said.open("wb") as errors, open(os.devnull, "wb") as nowhere:
+        run = begin(
+            [sys.executable, *options, "-c", "\n".join(script)],
+            env=reader, cwd=str(ROOT), stdout=nowhere, stderr=errors, start_new_session=True,
         )  # fmt: skip
     try:
         assert run.wait(200) == 0, said.read_text()
