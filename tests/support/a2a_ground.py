@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,6 +28,7 @@ from a2a.types.a2a_pb2 import (
     TaskState,
 )
 from a2a.utils.constants import TransportProtocol
+from tests.support.fork_server import AGENT, start
 
 from carrel.client import AsyncClient
 from carrel.integrations.a2a import AgentSettings, RunningAgent, running
@@ -207,20 +207,22 @@ class Ground:
 
 
 class Process:
-    """An agent in a process of its own, that can be killed."""
+    """An agent in a process of its own, that can be killed. It is forked where the fixture `agents_fork` is used."""
 
-    def __init__(self, ground: Ground, *arguments: str, stderr: IO[str] | None = None):
+    def __init__(self, ground: Ground, *arguments: str, stderr: IO[bytes] | None = None):
         environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
         words = ["agent", "--port", "0", "--database", str(ground.directory / "agent.db"), *arguments]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "carrel", *words],
-            env={**environment, "CARREL_URL": ground.url},
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        read, write = os.pipe()
+        self._said = os.fdopen(read)
+        with os.fdopen(write, "wb") as stdout:
+            self._process = start(
+                [sys.executable, "-m", "carrel", *words],
+                program=AGENT,
+                env={**environment, "CARREL_URL": ground.url},
+                stdout=stdout,
+                stderr=stderr or sys.__stderr__,
+            )
+        line = self._said.readline()
         if "listens on" not in line:
             self.kill()
             raise AssertionError(f"the agent did not start: {line}")
@@ -237,8 +239,7 @@ class Process:
         return self._end()
 
     def _end(self) -> int:
-        assert self._process.stdout is not None
-        if not self._process.stdout.closed:
-            with self._process.stdout as rest:
+        if not self._said.closed:
+            with self._said as rest:
                 rest.read()
         return self._process.wait(30)

@@ -26,13 +26,14 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NoReturn
 
-ZYGOTE, EGRESS, CARREL = "carrel.isolation.zygote", "carrel.egress", "carrel"
-MAINS = {ZYGOTE: "carrel.isolation.zygote", EGRESS: "carrel.egress.launch", CARREL: "carrel.cli"}
+ZYGOTE, EGRESS, CARREL, AGENT = "carrel.isolation.zygote", "carrel.egress", "carrel", "carrel agent"
+MAINS = {ZYGOTE: "carrel.isolation.zygote", EGRESS: "carrel.egress.launch", CARREL: "carrel.cli", AGENT: "carrel.cli"}
 """Where the `main` of each program is."""
 IMPORTED = {
     ZYGOTE: ["carrel.supervisor.app"],
     EGRESS: [],
     CARREL: ["carrel.server", "carrel.cli.app", "carrel.cli.connecting", "carrel.api.app", "carrel.control.plane"],
+    AGENT: ["carrel.cli.app", "carrel.cli.agent", "carrel.integrations.a2a"],
 }
 """What each program imports late."""
 _OUT_OF_THE_WAY = 500  # descriptors from here on are not asked for by number
@@ -226,6 +227,8 @@ def _become(order: dict[str, Any], fds: list[int]) -> list[str]:
     for source, target in zip(away, order["fds"], strict=True):
         os.dup2(source, target)
         os.close(source)
+    for number, name in ((1, "stdout"), (2, "stderr")):  # the old ones know whether they can seek, and these may not
+        setattr(sys, name, open(number, "w", buffering=1, encoding="utf-8", closefd=False))
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])

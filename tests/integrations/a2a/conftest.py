@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 from tests.support.a2a_ground import POLICY, Ground
+from tests.support.fork_server import AGENT, forking
 
 from carrel.client import AsyncClient
 from carrel.errors import NotFound
+
+
+@pytest.fixture(scope="session")
+def agents_fork() -> Iterator[None]:
+    """Agents in processes of their own are forked: a fresh interpreter imports for two seconds."""
+    with forking(AGENT):
+        yield
 
 
 @pytest.fixture

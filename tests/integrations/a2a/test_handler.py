@@ -14,6 +14,8 @@ from tests.support.a2a_ground import A2aCaller, Ground, Process, answer, caller,
 
 from carrel.integrations.a2a.push import MOST_CONFIGS
 
+pytestmark = pytest.mark.usefixtures("agents_fork")
+
 
 @asynccontextmanager
 async def another(ground: Ground, *arguments: str) -> AsyncIterator[tuple[Process, A2aCaller]]:
