@@ -46,7 +46,7 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def cli_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CliServer]:
     directory = tmp_path_factory.mktemp("cli")
-    server = CliServer(directory, environment(directory))
+    server = CliServer(directory, environment(directory), "carrel.integrations.mcp.server")
     yield server
     server.close()
 
