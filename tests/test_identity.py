@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy.engine import Connection
@@ -68,11 +67,12 @@ def tokens(store: TokenStore, clock: Clock) -> Tokens:
 
 def test_every_operation_of_the_api_is_declared() -> None:
     from carrel.api import app
+    from carrel.api.guard import OperationRoute
 
     modules = [getattr(app, name) for name in vars(app) if hasattr(getattr(app, name), "router")]
     assert len(modules) > 5
-    routes = [route for each in modules for route in each.router.routes if isinstance(route, APIRoute)]
-    missing = {route.operation_id for route in routes} - OPERATIONS.keys()
+    routes = [route for each in modules for route in each.router.routes if isinstance(route, OperationRoute)]
+    missing = {route.row.id for route in routes} - OPERATIONS.keys()
     assert not missing, f"give these a row in carrel/models/operations.py: {missing}"
 
 

@@ -40,7 +40,9 @@ def default_data_dir() -> str:
 
 
 class _Group(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, defer_build=True
+    )
 
 
 class SandboxSettings(_Group):

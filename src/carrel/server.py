@@ -1,7 +1,7 @@
 """The composition root: starts a control plane with the API on a socket, and stops both.
 
-The one file that may import everything. Slow imports happen when a server starts, while other work goes on: the control
-plane is imported while the host is probed, the API while a zygote starts.
+The one file that may import everything. The control plane and the API are imported while a zygote starts. What only few
+requests need (FastAPI, httpx, Alembic, MCP) is imported by the first of them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, closing, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import carrel
 from carrel.config import Settings, load
+from carrel.control.host import HostParts
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
-from carrel.isolation import probe
 from carrel.models import HostReport
 from carrel.primitives.atomic import write_file
+from carrel.primitives.imports import importing
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.providers.doctor import host_report
@@ -178,28 +179,33 @@ def _raise_file_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _import_the_rest() -> None:
+    """Import everything that serves requests, except what only few requests need (see `tests/test_server.py`)."""
+    for name in ("carrel.control.plane", "carrel.api", "carrel.api.serving"):
+        import_module(name)
+
+
 @asynccontextmanager
 async def running(
     settings: Settings, *, providers: Mapping[str, Provider] | None = None
 ) -> AsyncIterator[RunningServer]:
     """Run a server in the current event loop until the block ends. `port=0` picks a free port."""
-    layout = Layout(settings.data_dir)
-    await asyncio.to_thread(layout.prepare)
+    await asyncio.to_thread(Layout(settings.data_dir).prepare)
     with _locked(settings.data_dir), closing(_bind(settings)) as listener:
         token, token_is_new = _token(settings)
         loop = asyncio.get_running_loop()
-        probing = loop.run_in_executor(None, probe.host)
-        from carrel.control.plane import ControlPlane
-
-        await probing
-        web = loop.run_in_executor(None, import_module, "carrel.api.serving")
-        plane = await ControlPlane.open(settings, providers=providers, token=token)
+        host = await HostParts.open(settings, providers)  # its processes start while the rest is imported
         try:
-            await web
+            await loop.run_in_executor(None, _import_the_rest)
             from carrel.api import create_app
             from carrel.api.serving import HttpServer
             from carrel.connections import Connections, connections_allowed
-
+            from carrel.control.plane import ControlPlane
+        except BaseException:
+            await host.close()
+            raise
+        plane = await ControlPlane.open(settings, host=host, token=token)
+        try:
             hosts = _LOOPBACK | {settings.host.lower()} if is_loopback(settings.host) else None
             app = create_app(plane, authenticated=token is not None, hosts=hosts, version=carrel.__version__)
             server = HttpServer(app, Connections(connections_allowed()))
@@ -281,7 +287,9 @@ async def _serve(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    async with running(settings) as server:
+    async with AsyncExitStack() as stack:
+        with importing():
+            server = await stack.enter_async_context(running(settings))
         print(_welcome(server, at_terminal=sys.stdout.isatty()), flush=True)  # noqa: T201
         if not is_loopback(settings.host):
             log.warning(

@@ -40,7 +40,7 @@ _read: list[Contract] = []
 async def contract(server: RunningServer) -> Contract:
     """The OpenAPI document: the same for every server, so asked for once."""
     if not _read:
-        async with httpx.AsyncClient(base_url=server.url) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
             _read.append(Contract((await client.get("/openapi.json")).json()))
     return _read[0]
 

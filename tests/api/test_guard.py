@@ -4,13 +4,12 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import APIRouter
-from fastapi.routing import APIRoute, APIWebSocketRoute
+from starlette.routing import WebSocketRoute
 from tests.support.governed import Known
 from tests.support.refusals import Contract, refused
 
 from carrel.api import app as application
-from carrel.api.guard import GuardedRoute
+from carrel.api.guard import OperationRoute
 from carrel.client import AsyncSandbox
 from carrel.client._async.connection import AsyncConnection
 from carrel.client.locate import Address
@@ -41,29 +40,29 @@ def test_every_route_is_guarded() -> None:
     """A route that names a sandbox or a context is about that; any other is a list, asks itself, or is for all."""
     sockets = []
     for module in application._RESOURCES:
-        router: APIRouter = module.router
-        for route in router.routes:
-            if isinstance(route, APIWebSocketRoute):
+        for route in module.router.routes:
+            if isinstance(route, WebSocketRoute):
                 sockets.append(route.path)
                 continue
-            assert isinstance(route, APIRoute) and type(route) is GuardedRoute, route
-            assert route.operation_id
+            assert type(route) is OperationRoute, route
             if "{id}" in route.path or "{context_id}" in route.path:
-                assert route.operation_id not in THEMSELVES | LISTED
+                assert route.row.id not in THEMSELVES | LISTED
             elif "{template}" in route.path:
-                assert route.operation_id in ADMINISTER - THEMSELVES, "of no context: only for who reaches all"
+                assert route.row.id in ADMINISTER - THEMSELVES, "of no context: only for who reaches all"
             elif "{env}" in route.path:  # shows what is within reach, or is for who reaches what belongs to no context
-                assert (route.operation_id in LISTED) == (route.methods == {"GET"})
-                assert route.operation_id not in THEMSELVES
+                assert (route.row.id in LISTED) == (route.methods == {"GET"})
+                assert route.row.id not in THEMSELVES
             elif "{" in route.path:
-                assert route.operation_id in THEMSELVES
+                assert route.row.id in THEMSELVES
     assert sockets == ["/v1/sandboxes/{id}/terminals"], "a socket asks for `permit` itself"
 
 
 def test_routes_are_those_of_the_table() -> None:
     routes = [route for module in application._RESOURCES for route in module.router.routes]
-    served = {(route.operation_id, *route.methods, route.path) for route in routes if isinstance(route, APIRoute)}
-    served |= {("open_terminal", "WEBSOCKET", route.path) for route in routes if isinstance(route, APIWebSocketRoute)}
+    served = {
+        (route.row.id, *(route.methods or ()), route.path) for route in routes if isinstance(route, OperationRoute)
+    }
+    served |= {("open_terminal", "WEBSOCKET", route.path) for route in routes if isinstance(route, WebSocketRoute)}
     assert served == {(row.id, row.method, row.path) for row in TABLE if row.http}
     assert len(OPERATIONS) == len([row for row in TABLE if row.scope is not None]), "an operation id is used twice"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from fastapi import FastAPI
-from fastapi.openapi.utils import get_openapi
-from starlette.responses import HTMLResponse
+from pydantic import BaseModel
+from pydantic.json_schema import JsonSchemaMode
+from starlette.applications import Starlette
+from starlette.responses import HTMLResponse, JSONResponse
+from starlette.routing import BaseRoute, Route, Router
 
 from carrel.api import (
     approvals,
@@ -33,6 +36,7 @@ from carrel.api import (
     tools,
 )
 from carrel.api.gate import Gate
+from carrel.api.guard import OperationRoute
 from carrel.api.page import page
 from carrel.control.plane import ControlPlane
 
@@ -74,41 +78,43 @@ _RESOURCES = (
 """The most frequent first: the framework tries the routes one after the other."""
 
 
-def routes(plane: ControlPlane, version: str) -> FastAPI:
+def routes(plane: ControlPlane, version: str) -> Starlette:
     """Build the application behind the gate."""
-    app = FastAPI(
-        title="carrel",
-        version=version,
-        description=DESCRIPTION,
-        docs_url=None,
-        redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
-        redirect_slashes=False,
-    )
-    app.state.plane = plane
-    for module in _RESOURCES:
-        app.include_router(module.router)
+    served: list[BaseRoute] = [route for module in _RESOURCES for route in module.router.routes]
 
+    @cache
     def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = describe(app)
-        return app.openapi_schema
+        return describe(version)
 
-    app.openapi = openapi  # type: ignore[method-assign]
-    app.add_route("/docs", lambda _request: HTMLResponse(page(openapi())), include_in_schema=False)
-    problems.install(app, [*app.routes, *(route for module in _RESOURCES for route in module.router.routes)])
+    served.append(Route("/openapi.json", lambda _request: JSONResponse(openapi())))
+    served.append(Route("/docs", lambda _request: HTMLResponse(page(openapi()))))
+    app = Starlette(exception_handlers=problems.handlers(served))
+    app.router = Router(served, redirect_slashes=False)
+    app.state.plane = plane
     return app
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
-    """Return the OpenAPI document."""
-    document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
+def describe(version: str) -> dict[str, Any]:
+    """Return the OpenAPI document. Run it in a thread: it imports FastAPI and builds every route."""
+    from fastapi.openapi.utils import get_openapi
+
+    declared = [route for module in _RESOURCES for route in module.router.routes if isinstance(route, OperationRoute)]
+    document = get_openapi(
+        title="carrel", version=version, description=DESCRIPTION, routes=[route.built for route in declared]
+    )
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
+
+    def add(model: type[BaseModel], mode: JsonSchemaMode) -> None:
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode=mode)
+        for name, part in {**schema.pop("$defs", {}), model.__name__: schema}.items():
+            schemas.setdefault(name, part)
+
+    for route in declared:
+        if route.parses is not None:
+            add(route.parses, "validation")
     for model in (problems.Problem, commands.EVENT_MODEL, mcp_servers.CALL_MODEL, stateless.CALL_MODEL):
-        schema = model.model_json_schema(ref_template="#/components/schemas/{model}", mode="serialization")
-        schemas.update({name: part for name, part in schema.pop("$defs", {}).items() if name not in schemas})
-        schemas[model.__name__] = schema
+        add(model, "serialization")
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     components["securitySchemes"] = {

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated
 
-from fastapi import Path, Query, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter, require
+from carrel.api.parameters import Path, Query
 from carrel.api.parts import NDJSON, SSE, ClosingStream, Plane, Who, as_json, wants_sse
 from carrel.identity import Identity
 from carrel.models import (
@@ -21,7 +22,7 @@ from carrel.models import (
 )
 from carrel.models.operations import DECIDE_APPROVAL, DECIDE_APPROVALS, GET_APPROVAL, LIST_APPROVALS, WATCH_APPROVALS
 
-router = GuardedRouter(prefix="/v1/approvals", tags=["approvals"])
+router = GuardedRouter(tags=["approvals"])
 
 ApprovalId = Annotated[str, Path(min_length=1, max_length=64, description="id of an approval")]
 _EVENT = {"schema": {"$ref": "#/components/schemas/ApprovalInfo"}}

@@ -5,16 +5,16 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from fastapi import Query
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter, require
+from carrel.api.parameters import Query
 from carrel.api.parts import NDJSON, ClosingStream, Plane, Who, as_json
 from carrel.audit import Filter, chain_of
 from carrel.models import AuditKey, AuditPage, AuditPruned, Moment
 from carrel.models.operations import EXPORT_AUDIT, GET_AUDIT_KEY, PRUNE_AUDIT, SEARCH_AUDIT, Kind
 
-router = GuardedRouter(prefix="/v1/audit", tags=["audit"])
+router = GuardedRouter(tags=["audit"])
 
 ZSTD = "application/zstd"
 Context = Annotated[

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Path, Query, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.api.commands import EVENTS
 from carrel.api.guard import GuardedRouter
+from carrel.api.parameters import Path, Query
 from carrel.api.parts import Plane, SandboxId, Who, as_json, body_of, caller_of, event_stream, plane_of
 from carrel.models import CellRequest, CellResult, CodeContextInfo, CodeContextList, CodeContextName
 from carrel.models import operations as op
 
-router = GuardedRouter(prefix="/v1/sandboxes/{id}/code-contexts", tags=["python"])
+router = GuardedRouter(tags=["python"])
 Name = Annotated[CodeContextName, Path(alias="name", description="name of a code context")]
 CellId = Annotated[str, Path(alias="cell", max_length=128, description="id of a cell")]
 _ID_HEADER = {"Carrel-Cell-Id": {"description": "id of the cell", "schema": {"type": "string"}}}

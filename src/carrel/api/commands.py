@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
 from carrel.api.parts import (
     NDJSON,
     SSE,
-    CommandId,
     Plane,
     SandboxId,
     Who,
@@ -19,8 +19,11 @@ from carrel.api.parts import (
     body_of,
     caller_of,
     event_stream,
+    json_of,
     plane_of,
+    query_of,
 )
+from carrel.control.operations.caller import Caller
 from carrel.errors import InvalidRequest
 from carrel.models import (
     CommandInfo,
@@ -35,7 +38,7 @@ from carrel.models import (
 )
 from carrel.models import operations as op
 
-router = GuardedRouter(prefix="/v1/sandboxes/{id}", tags=["commands"])
+router = GuardedRouter(tags=["commands"])
 
 EVENTS: dict[str, Any] = {
     "description": "An `OutputEvent` per line, or per server-sent event if asked for; the last has `result`",
@@ -59,11 +62,23 @@ async def run_command(request: Request) -> Response:
 
 
 @router.operation(
-    op.START_COMMAND, "Start a command in the background", CommandInfo, 404, 409, 413, 429, 502, status=201
+    op.START_COMMAND,
+    "Start a command in the background",
+    CommandInfo,
+    404,
+    409,
+    413,
+    429,
+    502,
+    status=201,
+    parses=CommandRequest,
 )
-async def start_command(id: SandboxId, body: CommandRequest, plane: Plane, caller: Who) -> Response:
+async def start_command(request: Request) -> Response:
     """Answers at once; read the output by id and offset. Without a `timeout` it runs until it ends or is deleted."""
-    return as_json(await plane.operations.start_command(caller, id, body), 201)
+    wanted = await json_of(request, CommandRequest)
+    return as_json(
+        await plane_of(request).operations.start_command(caller_of(request), request.path_params["id"], wanted), 201
+    )
 
 
 @router.operation(
@@ -75,46 +90,63 @@ async def start_command(id: SandboxId, body: CommandRequest, plane: Plane, calle
     413,
     429,
     502,
+    parses=CommandRequest,
 )
-async def stream_command(id: SandboxId, body: CommandRequest, plane: Plane, caller: Who, request: Request) -> Response:
+async def stream_command(request: Request) -> Response:
     """The command continues when the caller disconnects; attach again with its id and the last offset."""
-    info = await plane.operations.start_command(caller, id, body, attended=True)
-    chunks = plane.operations.command_output(caller, id, info.id)
+    operations, caller, sandbox = plane_of(request).operations, caller_of(request), request.path_params["id"]
+    info = await operations.start_command(caller, sandbox, await json_of(request, CommandRequest), attended=True)
+    chunks = operations.command_output(caller, sandbox, info.id)
     return await event_stream(request, chunks, headers={"carrel-command-id": info.id})
 
 
+def _named(request: Request) -> tuple[Caller, str, str]:
+    """Return the caller, and the ids of the sandbox and of the command."""
+    return caller_of(request), request.path_params["id"], request.path_params["cid"]
+
+
 @router.operation(op.LIST_COMMANDS, "List the commands of a sandbox", CommandList, 404, 409, 502)
-async def list_commands(id: SandboxId, plane: Plane, caller: Who) -> Response:
+async def list_commands(request: Request) -> Response:
     """Newest last."""
-    return as_json(await plane.operations.list_commands(caller, id))
+    return as_json(await plane_of(request).operations.list_commands(caller_of(request), request.path_params["id"]))
 
 
 @router.operation(op.GET_COMMAND, "One command", CommandInfo, 404, 409, 502)
-async def get_command(id: SandboxId, cid: CommandId, plane: Plane, caller: Who) -> Response:
+async def get_command(request: Request) -> Response:
     """Running or ended."""
-    return as_json(await plane.operations.get_command(caller, id, cid))
+    return as_json(await plane_of(request).operations.get_command(*_named(request)))
 
 
 @router.operation(op.COMMAND_RESULT, "Wait for a command's end", CommandResult, 404, 409, 502)
-async def get_command_result(id: SandboxId, cid: CommandId, plane: Plane, caller: Who) -> Response:
+async def get_command_result(request: Request) -> Response:
     """Answers when the command has ended."""
-    return as_json(await plane.operations.command_result(caller, id, cid))
+    return as_json(await plane_of(request).operations.command_result(*_named(request)))
 
 
-@router.operation(op.COMMAND_OUTPUT, "Output from an offset on", EVENTS, 404, 409, 502)
-async def get_command_output(
-    id: SandboxId,
-    cid: CommandId,
-    plane: Plane,
-    caller: Who,
-    request: Request,
-    *,
-    offset: Annotated[int, Query(ge=0, le=10**15)] = 0,
-    follow: bool = True,
-) -> Response:
+class OutputQuery(BaseModel):
+    """The query of the route that reads the output of a command."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    offset: int = Field(default=0, ge=0, le=10**15)
+    follow: bool = True
+
+
+@router.operation(op.COMMAND_OUTPUT, "Output from an offset on", EVENTS, 404, 409, 502, queries=OutputQuery)
+async def get_command_output(request: Request) -> Response:
     """With `follow` until the command ends, else the output so far."""
-    chunks = plane.operations.command_output(caller, id, cid, offset=offset, follow=follow)
-    return await event_stream(request, chunks, offset=offset)
+    asked = query_of(request, OutputQuery)
+    operations = plane_of(request).operations
+    chunks = operations.command_output(*_named(request), offset=asked.offset, follow=asked.follow)
+    return await event_stream(request, chunks, offset=asked.offset)
+
+
+class InputQuery(BaseModel):
+    """The query of the route that writes to the standard input of a command."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    close: bool = False
 
 
 @router.operation(
@@ -128,35 +160,37 @@ async def get_command_output(
     openapi_extra={
         "requestBody": {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}
     },
+    queries=InputQuery,
 )
-async def send_input(
-    id: SandboxId, cid: CommandId, plane: Plane, caller: Who, request: Request, close: bool = False
-) -> Response:
+async def send_input(request: Request) -> Response:
     """Writes the raw body; with `close` it closes the input afterwards."""
-    await plane.operations.send_input(caller, id, cid, await request.body(), close=close)
+    asked = query_of(request, InputQuery)
+    await plane_of(request).operations.send_input(*_named(request), await request.body(), close=asked.close)
     return Response(status_code=204)
 
 
-@router.operation(op.SIGNAL_COMMAND, "Send a signal", None, 404, 409, 413, 502)
-async def signal_command(id: SandboxId, cid: CommandId, body: SignalRequest, plane: Plane, caller: Who) -> Response:
+@router.operation(op.SIGNAL_COMMAND, "Send a signal", None, 404, 409, 413, 502, parses=SignalRequest)
+async def signal_command(request: Request) -> Response:
     """To the process group, or with `tree` to every process of the command."""
+    body = await json_of(request, SignalRequest)
     if not body.signal.isalnum():
         raise InvalidRequest("a signal has a name such as TERM", field="signal", hint="use TERM, KILL, INT, HUP, …")
-    await plane.operations.signal_command(caller, id, cid, body)
+    await plane_of(request).operations.signal_command(*_named(request), body)
     return Response(status_code=204)
 
 
-@router.operation(op.RESIZE_TERMINAL, "Resize a command's terminal", None, 404, 409, 413, 502)
-async def resize_terminal(id: SandboxId, cid: CommandId, body: TerminalSize, plane: Plane, caller: Who) -> Response:
+@router.operation(op.RESIZE_TERMINAL, "Resize a command's terminal", None, 404, 409, 413, 502, parses=TerminalSize)
+async def resize_terminal(request: Request) -> Response:
     """Terminals only."""
-    await plane.operations.resize_terminal(caller, id, cid, body)
+    size = await json_of(request, TerminalSize)
+    await plane_of(request).operations.resize_terminal(*_named(request), size)
     return Response(status_code=204)
 
 
 @router.operation(op.DELETE_COMMAND, "Kill a command and forget it", None, 404, 409, 502)
-async def delete_command(id: SandboxId, cid: CommandId, plane: Plane, caller: Who) -> Response:
+async def delete_command(request: Request) -> Response:
     """Kills the whole process tree."""
-    await plane.operations.delete_command(caller, id, cid)
+    await plane_of(request).operations.delete_command(*_named(request))
     return Response(status_code=204)
 
 

@@ -8,7 +8,7 @@ from carrel.api.guard import GuardedRouter
 from carrel.api.parts import Context, Plane, Who
 from carrel.models.operations import FORGET_CONTEXT
 
-router = GuardedRouter(prefix="/v1/contexts/{context_id}", tags=["contexts"])
+router = GuardedRouter(tags=["contexts"])
 
 
 @router.operation(FORGET_CONTEXT, "Forget a context", None, 404, 409, 502)

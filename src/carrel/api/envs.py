@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
-from fastapi import Path, Query
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
+from carrel.api.parameters import Path, Query
 from carrel.api.parts import NDJSON, ClosingStream, Plane, SandboxId, Who, as_json
 from carrel.api.problems import UNEXPECTED
 from carrel.errors import CarrelError

@@ -6,11 +6,12 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Annotated, Any, cast
 
-from fastapi import Body, Query, Request
 from pydantic import BaseModel
+from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
+from carrel.api.parameters import Body, Query
 from carrel.api.parts import ClosingStream, FilePath, Plane, SandboxId, Who, as_json, raw_query, streamed_body
 from carrel.control.workspaces.bundles import Incoming
 from carrel.models import FileInfo, FilesRequest, FilesWritten
@@ -19,7 +20,7 @@ from carrel.models.bundles import END, MEDIA_TYPE
 from carrel.models.files import Nothing
 from carrel.models.operations import TABLE, ForwardedOperation
 
-router = GuardedRouter(prefix="/v1/sandboxes/{id}/files", tags=["files"])
+router = GuardedRouter(tags=["files"])
 
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 BUNDLE = {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}}

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated, cast
 
-from fastapi import Query, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
+from carrel.api.parameters import Query
 from carrel.api.parts import ClosingStream, Context, FilePath, Plane, SandboxId, Who, as_json, raw_query, streamed_body
 from carrel.models import FilespaceFile, FilespacePage, SyncRequest, SyncSummary
 from carrel.models import operations as op

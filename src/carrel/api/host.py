@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from carrel.api.guard import GuardedRouter
-from carrel.api.parts import Plane, as_json
+from carrel.api.parts import Plane, as_json, plane_of
 from carrel.models import Answer, DiskUsage, HostReport
 from carrel.models.operations import GET_DISK_USAGE, GET_HOST, HEALTHZ, READYZ
 
@@ -33,13 +34,13 @@ async def get_disk_usage(plane: Plane) -> Response:
 
 
 @router.operation(HEALTHZ, "Whether the server runs", Status, needs_token=False)
-async def healthz() -> Response:
+async def healthz(request: Request) -> Response:
     """Needs no token."""
     return JSONResponse({"status": "ok"})
 
 
 @router.operation(READYZ, "Whether the server can start sandboxes", Status, 503, needs_token=False)
-async def readyz(plane: Plane) -> Response:
+async def readyz(request: Request) -> Response:
     """Needs no token."""
-    await plane.ready()
+    await plane_of(request).ready()
     return JSONResponse({"status": "ok"})

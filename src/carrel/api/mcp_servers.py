@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Path, Query, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
+from carrel.api.parameters import Path, Query
 from carrel.api.parts import SSE, Plane, SandboxId, Who, as_json, body_of, caller_of, known_query, plane_of
 from carrel.models import (
     McpCatalogue,
@@ -21,7 +22,7 @@ from carrel.models import (
 )
 from carrel.models import operations as op
 
-router = GuardedRouter(prefix="/v1/sandboxes/{id}/mcp-servers", tags=["mcp"])
+router = GuardedRouter(tags=["mcp"])
 Name = Annotated[McpServerName, Path(alias="server", description="name of an MCP server")]
 CALL_MODEL = McpRequest
 _MESSAGE = {"schema": {"type": "object", "description": "a message of MCP"}}

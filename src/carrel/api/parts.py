@@ -9,13 +9,12 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, TypeVar, cast
 from urllib.parse import parse_qsl
 
-from fastapi import Depends, Path, Query, Request
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from carrel.api.parameters import Depends, Path, Query
 from carrel.api.problems import invalid
 from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
@@ -63,34 +62,12 @@ def known_query(request: Request) -> None:
     """Refuse an unknown query parameter: a misspelt flag must not be ignored."""
     if not request.scope["query_string"]:
         return
-    route = request.scope.get("route")
-    if not isinstance(route, APIRoute):
-        return
-    known = _query_names(route)
+    known = request.scope["route"].query_names
     for name in request.query_params:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known here: {', '.join(sorted(known)) or 'none'}"
             raise InvalidRequest(f"there is no query parameter '{name[:100]}'", field=name[:100], hint=hint)
-
-
-_NAMES: dict[str, frozenset[str]] = {}
-
-
-def _query_names(route: APIRoute) -> frozenset[str]:
-    names = _NAMES.get(route.unique_id)
-    if names is None:
-        found: set[str] = set()
-        pending = [route.dependant]
-        while pending:
-            dependant = pending.pop()
-            for field in dependant.query_params:
-                model = field.field_info.annotation
-                is_model = isinstance(model, type) and issubclass(model, BaseModel)
-                found.update(model.model_fields if is_model else (field.alias,))  # type: ignore[union-attr]
-            pending.extend(dependant.dependencies)
-        names = _NAMES[route.unique_id] = frozenset(found)
-    return names
 
 
 def _file_path(
@@ -116,22 +93,59 @@ def as_json(value: BaseModel, status: int = 200) -> Response:
 
 async def body_of(request: Request, model: type[M]) -> M:
     """Parse the body of a frequent route, without the framework."""
-    if request.scope["query_string"]:
-        known_query(request)
     try:
         return model.model_validate_json(await request.body())
     except ValidationError as error:
         raise invalid(error.errors(include_url=False, include_input=False), model) from None
 
 
-def described(model: type[BaseModel], *names: str) -> dict[str, Any]:
+async def json_of(request: Request, model: type[M]) -> M:
+    """Parse the body of a route like the framework, but without it: the type must be JSON, and every error names the
+    field.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
+        raise _no_object("its type is not application/json")
+    try:
+        value = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise _no_object(str(error)[:200]) from None
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_input=False), model) from None
+
+
+def _no_object(why: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"the body is not a JSON object: {why}", field="body", hint="send a JSON object as application/json"
+    )
+
+
+def query_of(connection: HTTPConnection, model: type[M]) -> M:
+    """Parse the query of a frequent route, without the framework."""
+    try:
+        return model.model_validate(dict(connection.query_params))
+    except ValidationError as error:
+        raise invalid(error.errors(include_url=False, include_input=False), model) from None
+
+
+def described(body: type[BaseModel] | None, query: type[BaseModel] | None, *names: str) -> dict[str, Any]:
     """Return the OpenAPI description of a route whose parameters and body the framework does not see."""
     text = {"type": "string", "maxLength": 128}
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
-    return {
-        "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
-        "parameters": [{"name": name, "in": "path", "required": True, "schema": text} for name in names],
-    }
+    about = {"id": "id of a sandbox, or its context id", "cid": "id of a command"}
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "path", "required": True, "description": about.get(name, name), "schema": text}
+        for name in names
+    ]
+    if query is not None:
+        fields = query.model_json_schema()["properties"].items()
+        parameters += [{"name": name, "in": "query", "required": False, "schema": field} for name, field in fields]
+    found: dict[str, Any] = {"parameters": parameters}
+    if body is not None:
+        schema = {"$ref": f"#/components/schemas/{body.__name__}"}
+        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return found
 
 
 def wants_sse(request: Request) -> bool:

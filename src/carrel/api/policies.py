@@ -9,7 +9,7 @@ from carrel.api.parts import Context, Plane, Who, as_json
 from carrel.models import ExplainRequest, Explanation, PolicyDocuments, PolicyInfo
 from carrel.models.operations import DELETE_POLICY, EXPLAIN_POLICY, GET_POLICY, PUT_POLICY
 
-router = GuardedRouter(prefix="/v1/contexts/{context_id}/policy", tags=["policies"])
+router = GuardedRouter(tags=["policies"])
 
 
 @router.operation(GET_POLICY, "The policy of a context", PolicyInfo)

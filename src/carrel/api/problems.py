@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError, WebSocketRequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
@@ -150,23 +149,10 @@ async def _clean(request: Request, error: CarrelError) -> None:
     await request.app.state.plane.secret_values.clean_error(named.get("id") or named.get("context_id"), error)
 
 
-def _body_model(request: Request) -> type[BaseModel] | None:
-    """Return the model of a route's body."""
-    field = getattr(request.scope.get("route"), "body_field", None)
-    found = set() if field is None else _models_in(field.field_info.annotation)
+def body_model(annotation: object) -> type[BaseModel] | None:
+    """Return the model of a body of this type."""
+    found = _models_in(annotation)
     return found.pop() if len(found) == 1 else None
-
-
-async def _validation(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    problem = invalid(error.errors(), _body_model(request))
-    await _clean(request, problem)
-    return answer(problem)
-
-
-async def _socket_validation(socket: Request, error: Exception) -> Response:
-    assert isinstance(error, WebSocketRequestValidationError)
-    raise invalid(error.errors(), None)
 
 
 def _methods(routes: Sequence[BaseRoute], scope: Scope) -> set[str]:
@@ -199,10 +185,6 @@ async def _unexpected(request: Request, error: Exception) -> Response:
 UNEXPECTED = PlatformError("carrel failed in a way it did not expect", hint="the server's log says more")
 
 
-def install(app: FastAPI, routes: Sequence[BaseRoute]) -> None:
-    """Make the app answer every failure with a problem."""
-    app.add_exception_handler(CarrelError, _carrel)
-    app.add_exception_handler(RequestValidationError, _validation)
-    app.add_exception_handler(WebSocketRequestValidationError, _socket_validation)
-    app.add_exception_handler(HTTPException, partial(_http, routes))
-    app.add_exception_handler(Exception, _unexpected)
+def handlers(routes: Sequence[BaseRoute]) -> dict[Any, Any]:
+    """Return the handlers that answer every failure with a problem."""
+    return {CarrelError: _carrel, HTTPException: partial(_http, routes), Exception: _unexpected}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.api.commands import EVENTS, ID_HEADER
@@ -11,7 +11,7 @@ from carrel.api.parts import Plane, SandboxId, Who, as_json, body_of, caller_of,
 from carrel.models import CommandInfo, PythonRequest, PythonResult
 from carrel.models.operations import RUN_PYTHON, START_PYTHON, STREAM_PYTHON
 
-router = GuardedRouter(prefix="/v1/sandboxes/{id}", tags=["python"])
+router = GuardedRouter(tags=["python"])
 
 
 @router.operation(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Header, Query
+from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter, require
-from carrel.api.parts import Plane, SandboxId, Who, as_json
+from carrel.api.parameters import Query
+from carrel.api.parts import Plane, SandboxId, Who, as_json, caller_of, json_of, plane_of
+from carrel.errors import InvalidRequest
 from carrel.models import (
     SandboxInfo,
     SandboxPage,
@@ -20,7 +22,15 @@ from carrel.models import (
 )
 from carrel.models.operations import DEPLOY_OR_RESUME, GET_SANDBOX, GET_USAGE, HEALTH, LIST_SANDBOXES, STOP, TERMINATE
 
-router = GuardedRouter(prefix="/v1/sandboxes", tags=["sandboxes"])
+router = GuardedRouter(tags=["sandboxes"])
+
+_IDEMPOTENCY_KEY = {
+    "name": "idempotency-key",
+    "in": "header",
+    "required": False,
+    "description": "the same key gives the same sandbox",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+}
 
 
 @router.operation(
@@ -33,18 +43,20 @@ router = GuardedRouter(prefix="/v1/sandboxes", tags=["sandboxes"])
     429,
     503,
     responses={201: {"model": SandboxInfo, "description": "It was started"}},
+    parses=SandboxRequest,
+    openapi_extra={"parameters": [_IDEMPOTENCY_KEY]},
 )
-async def deploy_or_resume(
-    body: SandboxRequest,
-    plane: Plane,
-    caller: Who,
-    idempotency_key: Annotated[
-        str | None, Header(min_length=1, max_length=255, description="the same key gives the same sandbox")
-    ] = None,
-) -> Response:
+async def deploy_or_resume(request: Request) -> Response:
     """The running sandbox of a context, started on its workspace if necessary; without a context an ephemeral one."""
-    require(caller, DEPLOY_OR_RESUME, body.context_id)
-    info, started = await plane.operations.deploy_or_resume(caller, body, idempotency_key)
+    wanted = await json_of(request, SandboxRequest)
+    caller = caller_of(request)
+    require(caller, DEPLOY_OR_RESUME, wanted.context_id)
+    key = request.headers.get("idempotency-key")
+    if key is not None and not 1 <= len(key) <= 255:
+        raise InvalidRequest(
+            "'idempotency-key' is not valid: it has 1 to 255 characters", field="idempotency-key", hint="see /docs"
+        )
+    info, started = await plane_of(request).operations.deploy_or_resume(caller, wanted, key)
     return as_json(info, 201 if started else 200)
 
 
@@ -68,9 +80,9 @@ async def list_sandboxes(
 
 
 @router.operation(GET_SANDBOX, "One sandbox", SandboxInfo, 404)
-async def get_sandbox(id: SandboxId, plane: Plane) -> Response:
+async def get_sandbox(request: Request) -> Response:
     """By its id or its context id."""
-    return as_json(await plane.sessions.get(id))
+    return as_json(await plane_of(request).sessions.get(request.path_params["id"]))
 
 
 @router.operation(GET_USAGE, "Size of a workspace", WorkspaceUsage, 404, 409)
@@ -80,9 +92,9 @@ async def get_usage(id: SandboxId, plane: Plane) -> Response:
 
 
 @router.operation(STOP, "Stop a sandbox, keep its workspace", SandboxInfo, 404, 502)
-async def stop(id: SandboxId, plane: Plane, caller: Who) -> Response:
+async def stop(request: Request) -> Response:
     """Ends its processes. `deploy_or_resume` starts it again on the same files. An ephemeral one is terminated."""
-    return as_json(await plane.operations.stop(caller, id))
+    return as_json(await plane_of(request).operations.stop(caller_of(request), request.path_params["id"]))
 
 
 @router.operation(TERMINATE, "End a session", SandboxInfo, 404, 413, 502)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Path
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
+from carrel.api.parameters import Path
 from carrel.api.parts import Context, Plane, Who, as_json
 from carrel.models import SecretList, SecretName, SecretValue
 from carrel.models.operations import DELETE_SECRET, LIST_SECRETS, PUT_SECRET
 
-router = GuardedRouter(prefix="/v1/contexts/{context_id}/secrets", tags=["secrets"])
+router = GuardedRouter(tags=["secrets"])
 
 Name = Annotated[str, Path(min_length=1, max_length=128)]
 

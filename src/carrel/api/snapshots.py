@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Path, Query
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter, require
+from carrel.api.parameters import Path, Query
 from carrel.api.parts import ClosingStream, Plane, SandboxId, Who, as_json
 from carrel.models import FileChanges, ForkRequest, RestoreRequest, SandboxInfo, SnapshotInfo, SnapshotPage
 from carrel.models import operations as op
 
-router = GuardedRouter(prefix="/v1/sandboxes/{id}", tags=["snapshots"])
+router = GuardedRouter(tags=["snapshots"])
 
 SnapshotId = Annotated[str, Path(min_length=1, max_length=64)]
 

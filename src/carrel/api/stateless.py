@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 
-from fastapi import Request
 from pydantic import ValidationError
+from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.api.files import BUNDLE

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Path
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
+from carrel.api.parameters import Path
 from carrel.api.parts import Plane, Who, as_json
 from carrel.models import SecretList, SecretName, SecretValue, TemplateList, TemplateName
 from carrel.models.operations import DELETE_TEMPLATE_SECRET, LIST_TEMPLATE_SECRETS, LIST_TEMPLATES, PUT_TEMPLATE_SECRET
 
-router = GuardedRouter(prefix="/v1/templates", tags=["templates"])
+router = GuardedRouter(tags=["templates"])
 
 Template = Annotated[TemplateName, Path(alias="template", description="the name of a template")]
 Name = Annotated[str, Path(min_length=1, max_length=128)]

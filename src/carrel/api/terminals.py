@@ -6,15 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Annotated
 
-from fastapi import Query, WebSocket
-from pydantic import ValidationError
-from starlette.websockets import WebSocketDisconnect
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from carrel.api.gate import SUBPROTOCOL
 from carrel.api.guard import GuardedRouter, permit
-from carrel.api.parts import caller_of, plane_of
+from carrel.api.parts import caller_of, plane_of, query_of
 from carrel.api.problems import invalid
 from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
@@ -28,26 +26,31 @@ _SHELL = "if command -v bash >/dev/null 2>&1; then exec bash -i; else exec sh -i
 _MAX_TEXT = 4096
 
 
+class TerminalQuery(BaseModel):
+    """The query of the route that opens a terminal."""
+
+    model_config = ConfigDict(defer_build=True)
+
+    rows: int = Field(default=24, ge=1, le=1000)
+    cols: int = Field(default=80, ge=1, le=1000)
+    command: str = Field(default=_SHELL, min_length=1, max_length=8192)
+
+
 class _Ended(Exception):
     pass
 
 
-@router.websocket(OPEN_TERMINAL.path)
-async def terminal(
-    socket: WebSocket,
-    id: str,
-    rows: Annotated[int, Query(ge=1, le=1000)] = 24,
-    cols: Annotated[int, Query(ge=1, le=1000)] = 80,
-    command: Annotated[str, Query(min_length=1, max_length=8192)] = _SHELL,
-) -> None:
+@router.socket(OPEN_TERMINAL)
+async def terminal(socket: WebSocket) -> None:
     """Open a terminal. A refusal is a problem answer, before the socket is accepted."""
     caller = caller_of(socket)
     await permit(caller, OPEN_TERMINAL, socket.scope)
-    operations = plane_of(socket).operations
+    operations, id = plane_of(socket).operations, socket.path_params["id"]
+    asked = query_of(socket, TerminalQuery)
     try:
         request = CommandRequest(
-            command=command,
-            terminal=TerminalSize(rows=rows, cols=cols),
+            command=asked.command,
+            terminal=TerminalSize(rows=asked.rows, cols=asked.cols),
             interactive=True,
             output_limit=MAX_OUTPUT_BYTES,
             env={"TERM": "xterm-256color"},

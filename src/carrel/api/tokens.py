@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Annotated
 
-from fastapi import Path, Query
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
+from carrel.api.parameters import Path, Query
 from carrel.api.parts import Plane, Who, as_json
 from carrel.control.operations.caller import Caller
 from carrel.control.plane import ControlPlane
@@ -17,7 +17,7 @@ from carrel.identity import Grant, Identity, OwnerKind, Scope, Token
 from carrel.models import IdentityInfo, NewToken, TokenInfo, TokenPage, TokenRequest
 from carrel.models.operations import CREATE_TOKEN, GET_IDENTITY, GET_TOKEN, LIST_TOKENS, REVOKE_TOKEN
 
-router = GuardedRouter(prefix="/v1/tokens", tags=["tokens"])
+router = GuardedRouter(tags=["tokens"])
 
 TokenId = Annotated[str, Path(min_length=1, max_length=64, description="id of a token")]
 

@@ -9,7 +9,7 @@ from carrel.api.parts import Plane, SandboxId, Who, as_json
 from carrel.models import ToolRequest, ToolResult
 from carrel.models.operations import TOOL_REQUEST
 
-router = GuardedRouter(prefix="/v1/sandboxes/{id}", tags=["tools"])
+router = GuardedRouter(tags=["tools"])
 
 
 @router.operation(TOOL_REQUEST, "Call a tool", ToolResult, 404, 409, 413, 422, 429, 502)

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from carrel.cli.app import importing
 from carrel.cli.failures import note
+from carrel.primitives.imports import importing
 
 
 def agent(

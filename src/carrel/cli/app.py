@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated
 
@@ -83,21 +80,6 @@ def build(only: str | None = None) -> typer.Typer:
             settings = _PROGRAM if name in {"run", "exec"} else None
             app.command(name, rich_help_panel=panel, context_settings=settings)(found)
     return app
-
-
-@contextmanager
-def importing() -> Iterator[None]:
-    """Switch garbage collection off while the block imports large packages: it finds nothing and takes a fifth of the
-    time. Objects made so far are not examined by later collections.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if enabled:
-            gc.enable()
 
 
 def _version(given: bool) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
-from carrel.cli.app import importing
 from carrel.cli.failures import note
 from carrel.errors import InvalidRequest
+from carrel.primitives.imports import importing
 
 if TYPE_CHECKING:
     from carrel.integrations.mcp.server import WorkspaceServer

@@ -10,6 +10,7 @@ import typer
 from carrel.cli import options
 from carrel.cli.connecting import connected
 from carrel.cli.printing import coloured, plain, print_json, print_table
+from carrel.primitives.imports import importing
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -39,8 +40,9 @@ def serve(
     carrel serve
     carrel serve --port 0 --data-dir ./data --set sandbox.memory_mb=512
     """
-    from carrel import config as settings
-    from carrel.server import serve as start
+    with importing():
+        from carrel import config as settings
+        from carrel.server import serve as start
 
     flags: dict[str, object] = {
         "host": host,

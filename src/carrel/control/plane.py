@@ -20,6 +20,7 @@ from carrel.control.governance.policies import Policies
 from carrel.control.governance.policy_attachments import PolicyLimits, PolicyMasks
 from carrel.control.governance.policy_changes import PolicyChanges
 from carrel.control.governance.webhooks import Webhook
+from carrel.control.host import HostParts
 from carrel.control.mcp.catalogue import McpDiscovery
 from carrel.control.mcp.declarations import McpDeclarations, McpInstaller
 from carrel.control.mcp.links import McpLinks
@@ -29,7 +30,7 @@ from carrel.control.operations.admission import Admission
 from carrel.control.operations.operations import Operations, OwnOperations
 from carrel.control.python.calls import PythonOperations
 from carrel.control.python.code_contexts import CodeContextOperations
-from carrel.control.python.environment_builds import Builder, shared
+from carrel.control.python.environment_builds import Builder
 from carrel.control.python.environment_holds import EnvironmentHolds
 from carrel.control.python.environment_use import EnvironmentUse
 from carrel.control.python.environments import Environments
@@ -66,7 +67,6 @@ from carrel.metrics import Metrics
 from carrel.models import HostReport
 from carrel.policy.rules.layers import Layer
 from carrel.primitives import tasks
-from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.secrets import Vault
 from carrel.store import Database, FilespaceStore, SecretStore, SessionStore
@@ -80,10 +80,8 @@ from carrel.store.policies import PolicyStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.store.tokens import TokenStore
 from carrel.workspaces.archive import Archive
-from carrel.workspaces.environments import EnvironmentStorage
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.remote import Remote
-from carrel.workspaces.volumes import VolumeDriver, open_driver
 from carrel.workspaces.volumes.doctor import disk_quota, retention
 
 log = logging.getLogger("carrel.control")
@@ -101,13 +99,10 @@ class ControlPlane:
     def __init__(
         self,
         settings: Settings,
-        layout: Layout,
-        driver: VolumeDriver,
+        host: HostParts,
         database: Database,
-        providers: Mapping[str, Provider],
         key: SigningKey,
         vault: Vault,
-        storage: EnvironmentStorage,
         *,
         policy: Layer | None,
         upstreams: Sequence[Upstream],
@@ -116,14 +111,14 @@ class ControlPlane:
     ):
         # foundations
         self.settings = settings
-        self.layout = layout
-        self.providers = dict(providers)
+        self._host = host
+        self.layout = layout = host.layout
+        self.providers = providers = host.providers
         self.recovered = Recovered()
-        self.driver = driver
+        self.driver = driver = host.driver
         self.node = node = settings.node or layout.node()
         self.metrics = metrics = Metrics()
         self._database = database
-        self._storage = storage
         self.store = store = SessionStore(database)
         live = LiveSandboxes()
         notes = SessionNotes(live, store)
@@ -198,12 +193,12 @@ class ControlPlane:
         # Packages are made by commands of carrel's own, and the commands of callers may wait for packages.
         self.own_operations = own = OwnOperations(sessions, admission, values, policies.longest)
         envs = settings.envs
-        builder = Builder(sessions, own, storage, largest_mb=envs.largest_mb, timeout_s=envs.build_timeout_s)
+        builder = Builder(sessions, own, host.storage, largest_mb=envs.largest_mb, timeout_s=envs.build_timeout_s)
         self.environments = environments = Environments(
             envs,
             environment_store,
             holds,
-            storage,
+            host.storage,
             builder,
             vault.derived("environments"),
             policies.of_asker,
@@ -273,46 +268,29 @@ class ControlPlane:
 
     @classmethod
     async def open(
-        cls, settings: Settings, *, providers: Mapping[str, Provider] | None = None, token: str | None = None
+        cls,
+        settings: Settings,
+        *,
+        host: HostParts | None = None,
+        providers: Mapping[str, Provider] | None = None,
+        token: str | None = None,
     ) -> ControlPlane:
-        """Open the data directory, take over running sandboxes, start the upkeep. `token` is the token of the
-        administrator; None when the API asks for none.
+        """Open the data directory, take over running sandboxes, start the upkeep. `host` is what was opened already;
+        `token` is the token of the administrator, None when the API asks for none.
         """
-        layout = Layout(settings.data_dir)
-        await asyncio.to_thread(layout.prepare)
         async with AsyncExitStack() as stack:
+            host = host or await HostParts.open(settings, providers)
+            stack.push_async_callback(host.close)
             database = await Database.open(settings.database_url)
             stack.push_async_callback(database.close)
-            storage = EnvironmentStorage(os.path.join(layout.data_dir, "envs"))
-            await asyncio.to_thread(storage.prepare)
-            driver = await asyncio.to_thread(open_driver, layout.storage, settings.volumes)
-            stack.push_async_callback(asyncio.to_thread, driver.close)
-            if providers is None:
-                providers = open_providers(
-                    layout.run,
-                    driver.directory,
-                    allow_process=settings.sandbox.allow_process,
-                    shared=await asyncio.to_thread(shared, storage),
-                )
             files = settings.policy
             policy = await asyncio.to_thread(Policies.server_layer, files.settings_file, files.sources_file)
             upstreams = await asyncio.to_thread(read_upstreams, settings.egress.upstreams_file)
             platform = await asyncio.to_thread(read_platform, settings.mcp.platform_file)
-            key = await asyncio.to_thread(SigningKey.load, layout.data_dir)
-            vault = await asyncio.to_thread(Vault.open, layout.data_dir, settings.secret_key)
+            key = await asyncio.to_thread(SigningKey.load, host.layout.data_dir)
+            vault = await asyncio.to_thread(Vault.open, host.layout.data_dir, settings.secret_key)
             plane = cls(
-                settings,
-                layout,
-                driver,
-                database,
-                providers,
-                key,
-                vault,
-                storage,
-                policy=policy,
-                upstreams=upstreams,
-                platform=platform,
-                token=token,
+                settings, host, database, key, vault, policy=policy, upstreams=upstreams, platform=platform, token=token
             )
             stack.pop_all()
         try:
@@ -326,7 +304,7 @@ class ControlPlane:
         """Take over what the previous process left, and start the background work."""
         for left in await self.audit.open():
             log.warning("the server ended before this did: %s", left)
-        await asyncio.gather(*(provider.warm() for provider in self.providers.values() if not provider.unsafe))
+        await self._host.ready()
         self.recovered = await recover(self.sessions, self.store, self.workspaces, self.providers, self.layout.run)
         await recover_approvals(self._approval_store, self.sessions.live(), self.audit, self.node)
         await self._mcp_discovery.open()
@@ -378,16 +356,7 @@ class ControlPlane:
             except (CarrelError, OSError):
                 log.exception("the egress process could not be ended")
             await self.audit.close()
-            for provider in self.providers.values():
-                try:
-                    await provider.close()
-                except Exception:
-                    log.exception("provider %s could not be closed", provider.name)
-            self._storage.close()
-            try:
-                await asyncio.to_thread(self.driver.close)
-            except CarrelError:
-                log.exception("the volumes could not be closed")
+            await self._host.close()
             await self._database.close()
 
 

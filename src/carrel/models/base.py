@@ -95,7 +95,7 @@ def _make_strict(schema: object) -> None:
 class Request(BaseModel):
     """The body of a request. Unknown fields and values of a wrong type are errors; nothing is converted."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from enum import StrEnum
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from carrel.models.base import MAX_PATH, Answer, OwnId, Request, WorkspacePath
 from carrel.models.bundles import MOST_FILES
@@ -81,11 +81,15 @@ class MkdirRequest(Request):
 class StatRequest(BaseModel):
     """The query of the route that describes a path. Unlike in a body, values are converted from text."""
 
+    model_config = ConfigDict(defer_build=True)
+
     path: str = Field(min_length=1, max_length=MAX_PATH, description="relative to the workspace")
 
 
 class ListRequest(BaseModel):
     """The query of the route that lists a directory."""
+
+    model_config = ConfigDict(defer_build=True)
 
     path: str = Field(default=".", min_length=1, max_length=MAX_PATH, description="relative to the workspace")
     recursive: bool = False
@@ -94,6 +98,8 @@ class ListRequest(BaseModel):
 
 class DeleteRequest(BaseModel):
     """The query of the route that deletes a file or, with `recursive`, a tree."""
+
+    model_config = ConfigDict(defer_build=True)
 
     recursive: bool = False
     path: str = Field(min_length=1, max_length=MAX_PATH, description="relative to the workspace")

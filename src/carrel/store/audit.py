@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 from sqlalchemy import Insert, Select, delete, insert, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
@@ -175,9 +175,11 @@ def _tip(connection: Connection, chain: str) -> AuditTip:
 
 
 def _upsert(connection: Connection) -> Insert:
-    kind = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-    statement = kind(holds)
+    # Only the module of the dialect in use: PostgreSQL's takes long to import.
+    dialect = import_module(f"sqlalchemy.dialects.{connection.dialect.name}")
+    statement = dialect.insert(holds)
     new = statement.excluded
-    return statement.on_conflict_do_update(
+    upsert: Insert = statement.on_conflict_do_update(
         index_elements=["chain", "node"], set_={"open_from": new.open_from, "clean": new.clean}
     )
+    return upsert

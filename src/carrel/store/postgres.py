@@ -14,6 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
 
 from carrel.store.database import Occupied
+from carrel.store.tables import declare_for_postgresql
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ class Postgres:
     failures: tuple[type[Exception], ...] = (asyncpg.PostgresError, asyncpg.InterfaceError)
 
     def __init__(self, url: str):
+        declare_for_postgresql()
+
         async def connect() -> object:
             # The driver parses the URL itself, so every libpq parameter it supports (sslmode, host, ...) works.
             return await asyncpg.connect(url, timeout=_CONNECT_S, command_timeout=_STATEMENT_S)

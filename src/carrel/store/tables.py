@@ -98,7 +98,14 @@ sessions = Table(
 )
 
 _live = sessions.c.state != "terminated"
-Index("sessions_context", sessions.c.context_id, unique=True, sqlite_where=_live, postgresql_where=_live)
+_live_contexts = Index("sessions_context", sessions.c.context_id, unique=True, sqlite_where=_live)
+
+
+def declare_for_postgresql() -> None:
+    """Complete the tables with options of PostgreSQL. Only for its users: SQLAlchemy imports its dialect for them."""
+    _live_contexts.dialect_options["postgresql"]["where"] = _live
+
+
 Index("sessions_idempotency_key", sessions.c.idempotency_key, unique=True)
 Index("sessions_page", sessions.c.created_at, sessions.c.id)
 Index("sessions_state", sessions.c.state)

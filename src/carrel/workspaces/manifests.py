@@ -77,7 +77,15 @@ class Note:
 
 
 D = TypeVar("D", bound=Manifest | Intent | Note)
-_ADAPTERS: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (Manifest, Intent, Note)}
+
+
+_adapters: dict[type, TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    if kind not in _adapters:
+        _adapters[kind] = TypeAdapter(kind)
+    return _adapters[kind]
 
 
 def split_bundle_name(name: str) -> tuple[str, str]:
@@ -90,7 +98,7 @@ def split_bundle_name(name: str) -> tuple[str, str]:
 
 def pack(value: Manifest | Intent | Note) -> bytes:
     """Encode a document as a line of JSON and a line with its check sum."""
-    body: bytes = _ADAPTERS[type(value)].dump_json(value)
+    body: bytes = _adapter(type(value)).dump_json(value)
     return body + b"\n" + digest(body).hex().encode() + b"\n"
 
 
@@ -100,7 +108,7 @@ def unpack(kind: type[D], raw: bytes, what: str) -> D:
     try:
         if check != digest(body).hex().encode() + b"\n":
             raise ValueError("wrong check sum")
-        value: D = _ADAPTERS[kind].validate_json(body)
+        value: D = _adapter(kind).validate_json(body)
         if isinstance(value, Manifest):
             bytes.fromhex(value.tree)
             for bundle in value.bundles:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.types import Receive, Send
 from tests.support.calls import ADMIN, caller_named
 
 from carrel.api.files import add_route
-from carrel.api.guard import GuardedRouter
+from carrel.api.guard import GuardedRouter, OperationRoute
 from carrel.api.parts import CALLER
 from carrel.audit import Filter, chain_of
 from carrel.control.plane import ControlPlane
@@ -60,9 +60,9 @@ async def test_row_gets_a_guarded_route(plane: ControlPlane, monkeypatch: pytest
     await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
     await plane.operations.write_file(ADMIN, "c", "a", b"12345")
     monkeypatch.setitem(OPERATIONS, MEASURE.id, MEASURE)  # type: ignore[misc]
-    router, app = GuardedRouter(prefix="/v1/sandboxes/{id}/files"), FastAPI()
+    router = GuardedRouter(tags=["files"])
     add_route(router, MEASURE)
-    app.include_router(router)
+    app = Starlette(routes=router.routes)
     app.state.plane = plane
     callers = [ADMIN]
 
@@ -75,5 +75,6 @@ async def test_row_gets_a_guarded_route(plane: ControlPlane, monkeypatch: pytest
         callers.append(caller_named("agent:coder", scopes=frozenset()))
         with pytest.raises(Denied, match="scope"):
             await http.get("/v1/sandboxes/c/files/measure", params={"path": "a"})
-    described = app.openapi()["paths"]["/v1/sandboxes/{id}/files/measure"]["get"]
-    assert (described["operationId"], described["summary"]) == ("measure_file", "How large a file is")
+    [route] = router.routes
+    assert isinstance(route, OperationRoute)
+    assert (route.built.operation_id, route.built.summary) == ("measure_file", "How large a file is")

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from carrel.egress.http.authority import bundle, make_authority
 from carrel.egress.http.credentials import placeholder
 from carrel.egress.index.host import host_index, host_registries
 from carrel.egress.outbound.upstreams import read_proxy_address
@@ -38,7 +37,7 @@ Values = Callable[[SessionRecord], Awaitable[Mapping[str, bytes]]]
 class UpstreamSetting(BaseModel):
     """One proxy in the operator's file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, defer_build=True)
 
     name: ShortName
     url: str = Field(pattern=r"^(https?|socks5h?)://\S+$", max_length=2048)
@@ -143,6 +142,8 @@ class Plans:
         hidden = withheld(policy)
         files = {name: placeholder(name).encode() if name in hidden else value for name, value in values.items()}
         if inspects(policy):
+            from carrel.egress.http.authority import bundle
+
             authority = await asyncio.to_thread(self._authority, record.id)
             files[CA_FILE] = (await asyncio.to_thread(bundle, authority)).encode()
         return files
@@ -159,6 +160,8 @@ class Plans:
         path = self._path(sandbox)
         with suppress(FileNotFoundError), open(path, encoding="ascii") as file:
             return file.read()
+        from carrel.egress.http.authority import make_authority  # few sandboxes have one, and it takes long
+
         made = make_authority(sandbox)
         try:
             write_file(path, made.encode("ascii"), replace=False)

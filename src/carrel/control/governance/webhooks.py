@@ -10,14 +10,16 @@ import hmac
 import logging
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
-
-import httpx
 
 from carrel.errors import InvalidRequest
 from carrel.models import ApprovalInfo
 from carrel.primitives import tasks
 from carrel.primitives.backoff import Backoff
+
+if TYPE_CHECKING:
+    import httpx
 
 log = logging.getLogger("carrel.webhooks")
 
@@ -80,6 +82,8 @@ class Webhook:
         await tasks.cancel([self._task])
 
     async def _run(self) -> None:
+        import httpx
+
         async with httpx.AsyncClient(timeout=TIMEOUT_S, follow_redirects=False, trust_env=False) as client:
             while True:
                 approval = await self._waiting.get()
@@ -89,6 +93,8 @@ class Webhook:
                     log.exception("approval %s could not be sent to %s", approval.id, self._host)
 
     async def _deliver(self, client: httpx.AsyncClient, approval: ApprovalInfo) -> None:
+        import httpx  # here, and not at the top: it takes long, and few servers have a webhook
+
         body = b'{"event":"approval.created","approval":' + approval.model_dump_json().encode() + b"}"
         said, backoff = "", Backoff(self._pause_s, LONGEST_PAUSE_S)
         for attempt in range(TRIES):

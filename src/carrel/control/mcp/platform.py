@@ -30,7 +30,7 @@ _Header = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9-]{1,64}$")]
 class _Elsewhere(BaseModel):
     """A header value that is kept elsewhere: in an environment variable of carrel, or in a file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     env: str | None = Field(default=None, min_length=1, max_length=256)
     file: str | None = Field(default=None, min_length=1, max_length=4096)
@@ -52,7 +52,7 @@ class _Elsewhere(BaseModel):
 
 
 class _Setting(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True, defer_build=True)
 
     name: McpServerName
     url: str = Field(pattern=r"^https?://\S+$", max_length=2048)

@@ -25,8 +25,8 @@ from carrel.control.python.environment_checks import Lock, Requester, Resolvable
 from carrel.control.sessions.sessions import Sessions
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, PlatformError, Unsupported
 from carrel.isolation.launchers import SHARED_PIP_PLACE
-from carrel.isolation.rootfs import ENVIRONMENTS, UV, WORKSPACE
-from carrel.isolation.tools import find_uv, shared_tools
+from carrel.isolation.rootfs import UV, WORKSPACE
+from carrel.isolation.tools import find_uv
 from carrel.models import CommandRequest, Network, SandboxInfo, SandboxRequest
 from carrel.workspaces.environments import MANIFEST, EnvironmentDraft, EnvironmentStorage
 
@@ -54,11 +54,6 @@ _ENVIRONMENT = {
     "PIP_CONFIG_FILE": os.devnull,
     "SOURCE_DATE_EPOCH": "315532800",
 }
-
-
-def shared(storage: EnvironmentStorage) -> dict[str, str]:
-    """Return the directories that every sandbox sees: the environments, and the tools to build them. Blocking."""
-    return {ENVIRONMENTS: storage.path, **shared_tools()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from carrel.egress.outbound.rules import EgressRules
@@ -94,6 +93,8 @@ def name_of(key: bytes, hash: str) -> str:
 
 def requirements_of(given: Iterable[str]) -> tuple[str, ...]:
     """Normalize requirements; `InvalidRequest` for one that is not valid, or names a URL."""
+    from packaging.requirements import InvalidRequirement, Requirement  # not at the top: it takes long
+
     found = set()
     for text in given:
         try:

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from carrel.cli.app import importing
+from carrel.primitives.imports import importing
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,75 @@
+"""The host's part of a control plane: its directories, volumes and providers.
+
+It is opened first and imports little, so that the zygote, which is a process of its own, starts while the rest of the
+control plane is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+
+from carrel.config import Settings
+from carrel.errors import CarrelError
+from carrel.isolation.rootfs import ENVIRONMENTS
+from carrel.isolation.tools import shared_tools
+from carrel.providers import open_providers
+from carrel.providers.base import Provider
+from carrel.workspaces.environments import EnvironmentStorage
+from carrel.workspaces.layout import Layout
+from carrel.workspaces.volumes import VolumeDriver, open_driver
+
+log = logging.getLogger("carrel.control")
+
+
+class HostParts:
+    """Opened directories, volumes and providers. `open` them, `close` them when every sandbox has ended."""
+
+    def __init__(
+        self, layout: Layout, driver: VolumeDriver, storage: EnvironmentStorage, providers: Mapping[str, Provider]
+    ):
+        self.layout = layout
+        self.driver = driver
+        self.storage = storage
+        self.providers = dict(providers)
+        self._warming = asyncio.ensure_future(
+            asyncio.gather(*(each.warm() for each in providers.values() if not each.unsafe))
+        )
+
+    @classmethod
+    async def open(cls, settings: Settings, providers: Mapping[str, Provider] | None = None) -> HostParts:
+        """Open the data directory, and start to prepare the providers. None: those of this host."""
+        layout = Layout(settings.data_dir)
+        await asyncio.to_thread(layout.prepare)
+        storage = EnvironmentStorage(os.path.join(layout.data_dir, "envs"))
+        await asyncio.to_thread(storage.prepare)
+        driver = await asyncio.to_thread(open_driver, layout.storage, settings.volumes)
+        try:
+            if providers is None:
+                shared = {ENVIRONMENTS: storage.path, **await asyncio.to_thread(shared_tools)}
+                allow_process = settings.sandbox.allow_process
+                providers = open_providers(layout.run, driver.directory, allow_process=allow_process, shared=shared)
+            return cls(layout, driver, storage, providers)
+        except BaseException:
+            await asyncio.to_thread(driver.close)
+            raise
+
+    async def ready(self) -> None:
+        """Wait until the providers are prepared."""
+        await self._warming
+
+    async def close(self) -> None:
+        """Release everything. A provider that fails is logged."""
+        await asyncio.gather(self._warming, return_exceptions=True)
+        for provider in self.providers.values():
+            try:
+                await provider.close()
+            except Exception:
+                log.exception("provider %s could not be closed", provider.name)
+        self.storage.close()
+        try:
+            await asyncio.to_thread(self.driver.close)
+        except CarrelError:
+            log.exception("the volumes could not be closed")
