@@ -104,6 +104,9 @@ class AgentKey(DocumentPart):
         strict=False,
         description="the variables that hold the placeholder inside; without the key, `variable`",
     )
+    arguments: tuple[str, ...] = Field(
+        default=(), strict=False, description="arguments that are put before those of the user where the key is used"
+    )
 
 
 class Profile(DocumentPart):

@@ -9,7 +9,7 @@ import difflib
 import ipaddress
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
@@ -173,7 +173,7 @@ def resolve(
     shown = () if tightened.home_files is False else _shared(chosen.home_files, profile.home_files, home)
     return AgentSetup(
         profile=name,
-        command=_with_arguments(profile, command),
+        command=_with_arguments(profile, command, secrets),
         network="none" if none else "allowlist",
         settings=settings,
         sources=sources,
@@ -381,10 +381,11 @@ def _own_rules(command: Sequence[str]) -> list[str]:
     return rules
 
 
-def _with_arguments(profile: Profile, command: Sequence[str]) -> tuple[str, ...]:
+def _with_arguments(profile: Profile, command: Sequence[str], keys: Collection[str]) -> tuple[str, ...]:
     if not command or os.path.basename(command[0]) not in profile.programs:
         return tuple(command)
-    return (command[0], *profile.arguments, *command[1:])
+    with_keys = [word for key in profile.credentials if key.variable in keys for word in key.arguments]
+    return (command[0], *profile.arguments, *with_keys, *command[1:])
 
 
 def _shared(wanted: Sequence[str], of_profile: Sequence[str], home: str) -> list[SharedFile]:
