@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cli_process import CliServer
+from tests.support.fork_server import CARREL, IMPORTED
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
@@ -46,7 +47,9 @@ def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def cli_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CliServer]:
     directory = tmp_path_factory.mktemp("cli")
-    server = CliServer(directory, environment(directory), "carrel.integrations.mcp.server")
+    # Also what `carrel mcp` and the commands that need no server import: two seconds, and dozens of tests start them.
+    late = ("carrel.integrations.mcp.server", *IMPORTED[CARREL])
+    server = CliServer(directory, environment(directory), *late)
     yield server
     server.close()
 

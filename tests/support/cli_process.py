@@ -28,6 +28,7 @@ os._exit(code)
 """
 _SERVER = """
 import gc, importlib, json, os, pkgutil, runpy, select, signal, socket, sys
+from tests.support.quick_end import end_of
 import carrel.cli, carrel.client, carrel.models, rich.console, rich.live, rich.progress, rich.table
 import anyio._backends._asyncio, carrel.client._async.client, carrel.client._sync.client, encodings.idna, h11, httpcore
 import pydantic.type_adapter, shellingham, sniffio, ssl, typer, typer._adapters
@@ -106,7 +107,7 @@ print("ready", flush=True)
 gc.collect()
 gc.freeze()
 serve(listener)
-runpy.run_module("carrel", run_name="__main__", alter_sys=True)
+end_of(lambda: runpy.run_module("carrel", run_name="__main__", alter_sys=True))
 """
 
 
@@ -118,6 +119,7 @@ class CliServer:
         self._path = str(directory / "cli")
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVER, self._path, *imported],
+            cwd=Path(__file__).parents[2],  # where `tests` is found; a command has its own
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

@@ -26,6 +26,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NoReturn
 
+from tests.support.quick_end import end_of
+
 ZYGOTE, EGRESS, CARREL, AGENT = "carrel.isolation.zygote", "carrel.egress", "carrel", "carrel agent"
 MAINS = {ZYGOTE: "carrel.isolation.zygote", EGRESS: "carrel.egress.launch", CARREL: "carrel.cli", AGENT: "carrel.cli"}
 """Where the `main` of each program is."""
@@ -185,13 +187,16 @@ def _serve(program: str, connection: socket.socket, started_by: int) -> NoReturn
     gc.collect()
     gc.freeze()
     words = _next_order(connection, started_by)
+    end_of(lambda: _run(words))
+
+
+def _run(words: list[str]) -> None:
     sys.argv = words[1:]
     if words[0] == "-c":
         sys.argv[0] = "-c"
         exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
     else:
         importlib.import_module(MAINS[words[1]]).main(words[2:])
-    sys.exit()
 
 
 def _next_order(connection: socket.socket, started_by: int) -> list[str]:
