@@ -10,9 +10,9 @@ from carrel.providers.zygote_provider import ZygoteProvider
 
 async def killed(plane: ControlPlane) -> None:
     """It does nothing any more by itself, and its zygotes see it gone: who closes after it need not wait for it."""
-    if plane._upkeep is not None:
-        plane._upkeep.cancel()
-        await asyncio.gather(plane._upkeep, return_exceptions=True)
+    if plane._upkeep_task is not None:
+        plane._upkeep_task.cancel()
+        await asyncio.gather(plane._upkeep_task, return_exceptions=True)
     for provider in plane.providers.values():
         assert isinstance(provider, ZygoteProvider)
         provider._zygote._hang_up()

@@ -47,7 +47,7 @@ async def test_a_full_workspace_ends_commands_and_refuses_writes(plane: ControlP
     async with asyncio.timeout(10):
         while live.over_quota is not None:
             await asyncio.sleep(0.02)
-    assert (await do.write_file(info.id, "x", b"x")).size == 1
+    assert (await do.write_file(ADMIN, info.id, "x", b"x")).size == 1
 
 
 async def test_a_full_workspace_is_logged_once(
