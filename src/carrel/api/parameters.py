@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 
 
-class Mark:
+class ParameterMark:
     """A mark of one parameter: the name of FastAPI's function, and its arguments."""
 
     def __init__(self, name: str, *arguments: Any, **settings: Any):
@@ -27,11 +27,11 @@ class Mark:
         return getattr(import_module("fastapi"), self._name)(*arguments, **self._settings)
 
 
-Query = partial(Mark, "Query")
-Path = partial(Mark, "Path")
-Header = partial(Mark, "Header")
-Body = partial(Mark, "Body")
-Depends = partial(Mark, "Depends")
+Query = partial(ParameterMark, "Query")
+Path = partial(ParameterMark, "Path")
+Header = partial(ParameterMark, "Header")
+Body = partial(ParameterMark, "Body")
+Depends = partial(ParameterMark, "Depends")
 
 
 def translated(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,4 +51,4 @@ def _translated(annotation: Any) -> Any:
         return annotation
     kind, *marks = get_args(annotation)
     kind = _translated(kind)
-    return Annotated[(kind, *(mark.made() if isinstance(mark, Mark) else mark for mark in marks))]
+    return Annotated[(kind, *(mark.made() if isinstance(mark, ParameterMark) else mark for mark in marks))]
