@@ -81,6 +81,24 @@ class SandboxSettings(_Group):
     allow_process: bool = Field(
         default=False, description="let callers choose the `process` provider, which does not isolate"
     )
+    folder_roots: str = Field(
+        default="",
+        description="directories of this host, separated by `:`, below which callers may choose a folder as their "
+        "workspace (`workspace_path`) and show files to sandboxes (`host_paths`); by default none",
+    )
+
+    @field_validator("folder_roots")
+    @classmethod
+    def _absolute_roots(cls, value: str) -> str:
+        for root in filter(None, value.split(os.pathsep)):
+            if not root.startswith("/") or "\0" in root:
+                raise ValueError(f"{root[:200]!r} is not an absolute path")
+        return value
+
+    @property
+    def folder_root_paths(self) -> tuple[str, ...]:
+        """The folder roots, with links resolved."""
+        return tuple(os.path.realpath(root) for root in self.folder_roots.split(os.pathsep) if root)
 
 
 class PolicySettings(_Group):

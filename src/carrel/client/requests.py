@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import Enum
 
 from carrel.errors import InvalidRequest
-from carrel.models import ApprovalInfo, Limits
+from carrel.models import ApprovalInfo, HostPath, Limits
 
 LONGEST_WAIT_S = 600.0
 
@@ -41,3 +41,8 @@ def limits_body(limits: Limits | Mapping[str, float | None]) -> dict[str, object
     """Return the limits that are given; the server sets the others."""
     given: Mapping[str, object] = limits.model_dump() if isinstance(limits, Limits) else limits
     return {name: value for name, value in given.items() if value is not None}
+
+
+def host_path_body(given: HostPath | str) -> dict[str, object]:
+    """Return a path of the server's host that a sandbox sees; a text is seen at the same path."""
+    return given.model_dump(exclude_none=True) if isinstance(given, HostPath) else {"source": given}

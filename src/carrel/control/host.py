@@ -49,8 +49,13 @@ class HostParts:
         try:
             if providers is None:
                 shared = {ENVIRONMENTS: storage.path, **await asyncio.to_thread(shared_tools)}
-                allow_process = settings.sandbox.allow_process
-                providers = open_providers(layout.run, driver.directory, allow_process=allow_process, shared=shared)
+                providers = open_providers(
+                    layout.run,
+                    driver.directory,
+                    allow_process=settings.sandbox.allow_process,
+                    shared=shared,
+                    folder_roots=settings.sandbox.folder_root_paths,
+                )
             return cls(layout, driver, storage, providers)
         except BaseException:
             await asyncio.to_thread(driver.close)

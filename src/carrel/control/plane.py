@@ -43,6 +43,7 @@ from carrel.control.secrets.values import FRESH_S as SECRETS_FRESH_S
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.context_deletion import ContextDeletion
+from carrel.control.sessions.folders import Folders
 from carrel.control.sessions.leases import Leases, LeaseUpkeep
 from carrel.control.sessions.live import LiveSandboxes, SessionNotes
 from carrel.control.sessions.network_mode import NetworkMode, opens_hosts
@@ -178,6 +179,7 @@ class ControlPlane:
             owner=WorkspaceOwner(),
             limits=PolicyLimits(policies),
             network=NetworkMode(policies, settings.egress, default=settings.sandbox.network),
+            folders=Folders(settings.sandbox.folder_root_paths, layout.data_dir),
             filespace=files,
             masks=masks,
             approvals=approvals,

@@ -21,7 +21,19 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from carrel.errors import PlatformError
-from carrel.isolation import budgets, cgroups, ids, linux, mask_mounts, rootfs, sandbox, seccomp, watchdog, zygote_root
+from carrel.isolation import (
+    budgets,
+    cgroups,
+    folder_opener,
+    ids,
+    linux,
+    mask_mounts,
+    rootfs,
+    sandbox,
+    seccomp,
+    watchdog,
+    zygote_root,
+)
 from carrel.isolation import masks as wire
 from carrel.primitives import libc
 
@@ -62,6 +74,7 @@ class Child:
     pid: int
     orders: socket.socket
     started: int
+    slot: int = 0
     name: str = ""
     asked_by: socket.socket | None = None
     seq: int = 0
@@ -148,8 +161,11 @@ class SandboxForker:
         self._covers: mask_mounts.CoverFiles | None = None
         self._requests: socket.socket | None = None
         self._forker_pid = 0
+        self._opener: socket.socket | None = None
 
-    def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
+    def prepare(
+        self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({}), folder_roots: Sequence[str] = ()
+    ) -> None:
         """Move to a small file system of our own and create there what all sandboxes share. See `zygote_root.enter`."""
         self._prepared = self._supervisor.prepare()
         if self._isolate:
@@ -157,7 +173,7 @@ class SandboxForker:
             self.cgroups = cgroups.Cgroups.open()
             self._program = seccomp.build(more={} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS)
             self._ids = ids.HostIds() if self._root else None
-            zygote_root.enter(workspaces, root=self._root, shared=shared)
+            self._opener = zygote_root.enter(workspaces, root=self._root, shared=shared, folder_roots=folder_roots)
             if not self._root:
                 self._notifications = budgets.sandbox_notifications()
             self._covers = mask_mounts.CoverFiles(sandbox.COVERS, sandbox.BASE)
@@ -167,23 +183,16 @@ class SandboxForker:
 
     def _can_idmap(self) -> bool:
         """Try whether the file system of the workspaces supports idmapped mounts."""
-        read_end, write_end = os.pipe()
-        pid = linux.fork_into(linux.CLONE_NEWUSER)
-        if pid == 0:
-            os.close(write_end)
-            os.read(read_end, 1)
-            os._exit(0)
+        maps = ids.maps(0, root=True, idmap=True)
         try:
-            linux.write_id_maps(f"/proc/{pid}", ids.maps(0, root=True, idmap=True))
-            os.close(self._workspace_mount("", pid))
+            users = linux.user_namespace(maps, maps)
+            try:
+                os.close(self._workspace_mount("", users))
+            finally:
+                os.close(users)
         except OSError:
             return False
-        else:
-            return True
-        finally:
-            os.close(write_end)
-            os.close(read_end)
-            os.waitpid(pid, 0)
+        return True
 
     def describe(self) -> dict[str, Any]:
         """Return the features of the sandboxes that this forker creates."""
@@ -194,28 +203,62 @@ class SandboxForker:
             "cgroups_reason": self.cgroups.reason,
             "idmap": self._idmap,
             "root": self._root,
+            "folders": self._opener is not None,
         }
+
+    def open_folder(self, body: dict[str, object], answers: int) -> None:
+        """Have a folder of the host opened; the mount is sent to the socket `answers`."""
+        if self._opener is None:
+            raise PlatformError("this zygote was started without folders")
+        folder_opener.request(self._opener, body, answers)
 
     def held(self, child: Child) -> int:
         """Return the bytes of deleted workspace files that a sandbox's processes still have open."""
         return watchdog.deleted_open_bytes(child.pid, os.fstat(self._workspaces).st_dev)
 
-    def configure(self, child: Child, spec: sandbox.Spec, listener: int, masks: int = -1) -> None:
-        """Send a forked child its limits, workspace, masks, and the socket that it will listen on."""
-        plan = self._mask_plan(masks) if spec.masked else -1
+    def configure(self, child: Child, spec: sandbox.Spec, listener: int, *given: int) -> None:
+        """Send a forked child its limits, the socket that it will listen on, and its mounts.
+
+        The other descriptors are the masks, the folder and the further mounts, as far as the request names them.
+        """
+        more = list(given)
+        plan = self._mask_plan(more.pop(0)) if spec.masked else -1
         if self._isolate and spec.memory_mb is not None and "memory" not in self.cgroups.controllers:
             own_network = spec.network != "host"
             child.watched = watchdog.WatchedSandbox(child.pid, spec.memory_mb * 1024 * 1024, own_network=own_network)
             spec = replace(spec, watched=True)
-        fds = [listener]
+        fds, mount = [listener], -1
         try:
             if self._isolate:
                 self.cgroups.limit(child.group, spec.memory_mb, spec.cpus)
-                fds.append(self._workspace_mount(spec.workspace, child.pid))
-            socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds if plan < 0 else [*fds, plan])
+                for tree in more:
+                    self._map_owner(tree, child.slot)
+                mount = more.pop(0) if spec.folder else self._volume_mount(spec.workspace, child.pid)
+                fds += [mount, *([plan] if plan >= 0 else []), *more]
+            socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds)
         finally:
-            for descriptor in fds[1:]:
-                os.close(descriptor)
+            if not spec.folder:
+                _close(mount)
+
+    def _map_owner(self, tree: int, slot: int) -> None:
+        """Make the owner of a folder of the host the agent in one sandbox, and the other way round. The files of others
+        belong to nobody there. An ordinary user's sandbox has that owner already.
+        """
+        if self._ids is None:
+            return
+        found = os.fstat(tree)
+        agent = ids.agent(slot, idmap=self._idmap)
+        users = linux.user_namespace(f"{found.st_uid} {agent} 1\n", f"{found.st_gid} {agent} 1\n")
+        try:
+            linux.set_mount_attributes(tree, linux.MOUNT_ATTR_IDMAP, users, recursive=True)
+        except OSError as error:
+            if (found.st_uid, found.st_gid) != (agent, agent):
+                raise PlatformError(
+                    "the owner of the folder cannot be mapped: its file system, or one mounted in it, has no idmapped "
+                    f"mounts ({error.strerror})"
+                ) from error
+        finally:
+            os.close(users)
 
     def _mask_plan(self, masks: int) -> int:
         if self._covers is None:
@@ -245,7 +288,7 @@ class SandboxForker:
             theirs.close()
             entry.close()
             _close(lock)
-        child = Child(group, pid, ours, cgroups.start_time(pid))
+        child = Child(group, pid, ours, cgroups.start_time(pid), slot)
         if self._isolate:
             try:
                 linux.write_id_maps(f"/proc/{pid}", ids.maps(slot, root=self._root, idmap=self._idmap))
@@ -333,18 +376,26 @@ class SandboxForker:
             self._requests.close()
             self._requests = None
             os.waitpid(self._forker_pid, 0)
+        if self._opener is not None:
+            self._opener.close()
         self.cgroups.close()
 
-    def _workspace_mount(self, name: str, pid: int) -> int:
+    def _volume_mount(self, name: str, pid: int) -> int:
+        if not self._idmap:
+            return self._workspace_mount(name, -1)
+        users = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return self._workspace_mount(name, users)
+        finally:
+            os.close(users)
+
+    def _workspace_mount(self, name: str, users: int) -> int:
+        """Return a mount of a workspace; `users` is the user namespace of its sandbox, or -1 without idmapping."""
         mount = linux.open_tree(name, dir_fd=self._workspaces)
         try:
             attributes = linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV
-            if self._idmap or not name:
-                users = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
-                try:
-                    linux.set_mount_attributes(mount, attributes | linux.MOUNT_ATTR_IDMAP, users)
-                finally:
-                    os.close(users)
+            if users >= 0:
+                linux.set_mount_attributes(mount, attributes | linux.MOUNT_ATTR_IDMAP, users)
             else:
                 linux.set_mount_attributes(mount, attributes)
         except OSError:
@@ -373,11 +424,11 @@ class SandboxForker:
             if self._isolate:
                 if spec.network == "bridge":
                     sandbox.hand_over_network(orders)
-                sandbox.complete(spec, fds[1], self._program, root=self._root, plan_fd=fds[-1])
+                sandbox.complete(spec, fds[1:], self._program, root=self._root)
                 for descriptor in fds[1:]:
                     os.close(descriptor)
                 if spec.watched:
-                    sandbox.hand_over_memory(orders)
+                    sandbox.hand_over_memory(orders, spec)
                 workspace, home = rootfs.WORKSPACE, rootfs.HOME
             else:
                 os.setsid()
@@ -407,6 +458,7 @@ class SandboxForker:
                 sandbox.PROXY_PORT if has_port else None,
                 proxy_listener,
                 spec.trust,
+                spec.folder if self._isolate else "",
             )
             self._supervisor.main(facts, self._prepared)
         except BaseException as error:

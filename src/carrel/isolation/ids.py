@@ -50,6 +50,11 @@ def owner(slot: int) -> int:
     return FIRST + slot * RANGE
 
 
+def agent(slot: int, *, idmap: bool) -> int:
+    """Return the host user id of the agent in a sandbox of root."""
+    return owner(slot) + SANDBOX_UID if idmap else SANDBOX_UID
+
+
 def maps(slot: int, *, root: bool, idmap: bool) -> str:
     """Return the id map of a sandbox, with `inside outside count` in each line."""
     first, after = owner(slot), SANDBOX_UID + 1

@@ -45,7 +45,7 @@ MNT_DETACH = 2
 
 AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
 OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
-MOVE_MOUNT_F_EMPTY_PATH = 4
+MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH = 4, 0x40
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_IDMAP = 1, 2, 4, 0x00100000
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
@@ -126,15 +126,22 @@ def open_tree(path: str, *, recursive: bool = False, dir_fd: int = AT_FDCWD) -> 
     return libc.system_call(f"open_tree {path}", _NR_OPEN_TREE, dir_fd, os.fsencode(path), flags)
 
 
-def move_mount(tree_fd: int, target: str) -> None:
-    place = os.fsencode(target)
+def move_mount(tree_fd: int, target: str | int) -> None:
+    """Mount a detached tree at a path, whose last name may be a link, or at an open file or directory."""
     name = f"move_mount to {target}"
-    libc.system_call(name, _NR_MOVE_MOUNT, tree_fd, b"", AT_FDCWD, place, MOVE_MOUNT_F_EMPTY_PATH)
+    path, place = (b"", target) if isinstance(target, int) else (os.fsencode(target), AT_FDCWD)
+    flags = MOVE_MOUNT_F_EMPTY_PATH | (0 if path else MOVE_MOUNT_T_EMPTY_PATH)
+    libc.system_call(name, _NR_MOVE_MOUNT, tree_fd, b"", place, path, flags)
 
 
-def set_mount_attributes(tree_fd: int, attributes: int, user_namespace_fd: int = 0, *, recursive: bool = False) -> None:
-    """Set mount attributes. With `MOUNT_ATTR_IDMAP`, owners on disk are mapped by the given user namespace."""
-    packed = struct.pack("=QQQQ", attributes, 0, 0, user_namespace_fd)
+def set_mount_attributes(
+    tree_fd: int, attributes: int, user_namespace_fd: int = 0, *, recursive: bool = False, private: bool = False
+) -> None:
+    """Set mount attributes. With `MOUNT_ATTR_IDMAP`, owners on disk are mapped by the given user namespace.
+
+    With `private`, mounts made beneath it are seen nowhere else.
+    """
+    packed = struct.pack("=QQQQ", attributes, 0, MS_PRIVATE if private else 0, user_namespace_fd)
     flags = AT_EMPTY_PATH | (AT_RECURSIVE if recursive else 0)
     libc.system_call("mount_setattr", _NR_MOUNT_SETATTR, tree_fd, b"", flags, packed, len(packed))
 
@@ -157,10 +164,27 @@ def bring_up_loopback() -> None:
         fcntl.ioctl(probe, _SIOCSIFFLAGS, _LOOPBACK_UP)
 
 
-def write_id_maps(proc: str, lines: str) -> None:
+def write_id_maps(proc: str, users: str, groups: str | None = None) -> None:
     """Map the user and group ids of the process at `proc` (`/proc/PID`); each line is `inside outside count`."""
-    for name in ("uid_map", "gid_map"):
-        kernel_files.write(f"{proc}/{name}", lines)
+    kernel_files.write(f"{proc}/uid_map", users)
+    kernel_files.write(f"{proc}/gid_map", users if groups is None else groups)
+
+
+def user_namespace(users: str, groups: str) -> int:
+    """Return the descriptor of a user namespace with these id maps and without a process."""
+    read_end, write_end = os.pipe()
+    pid = fork_into(CLONE_NEWUSER)
+    if pid == 0:
+        os.close(write_end)
+        os.read(read_end, 1)
+        os._exit(0)
+    try:
+        write_id_maps(f"/proc/{pid}", users, groups)
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(write_end)
+        os.close(read_end)
+        os.waitpid(pid, 0)
 
 
 def lower_limit(which: int, wanted: int) -> None:

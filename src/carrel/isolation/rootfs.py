@@ -189,8 +189,10 @@ def host_links(host: str = "/") -> dict[str, str | None]:
     return found
 
 
-def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
-    """Return the plan of the root that every sandbox shares, with the host's programs and none of its data."""
+def base_plan(links: Mapping[str, str | None], host: str = "/", names: Sequence[str] = ()) -> Plan:
+    """Return the plan of the root that every sandbox shares, with the host's programs and none of its data. `names` are
+    further empty directories in it, for mounts.
+    """
     at = host.rstrip("/")
     steps: list[Step] = [
         *(
@@ -201,6 +203,7 @@ def base_plan(links: Mapping[str, str | None], host: str = "/") -> Plan:
             EmptyDirectory(f"/{name}")
             for name in ("proc", "root", "run", "srv", "sys", "tmp", "usr", "var", "workspace")
         ),
+        *(EmptyDirectory(f"/{name}") for name in names),
         EmptyDirectory(SECRETS),
         EmptyDirectory(ENVIRONMENTS),
         EmptyDirectory("/var/lib"),
@@ -267,16 +270,17 @@ COMMON_PLAN: Plan = (
 """The private part that is the same for every sandbox."""
 
 
-def private_plan(memory_mb: int | None, resolver: str = "") -> Plan:
+def private_plan(memory_mb: int | None, resolver: str = "", *, kept_home: bool = False) -> Plan:
     """Return the private part that depends on the request. Memory file systems get much less than the sandbox's memory.
 
-    `resolver` is the text of `/etc/resolv.conf`; without it there is no name server.
+    `resolver` is the text of `/etc/resolv.conf`; without it there is no name server. A home that is kept is mounted
+    separately.
     """
     scratch = max(16, min(512, (memory_mb or 1024) // 4))
     return (
         Tmpfs("/dev/shm", f"{max(8, scratch // 4)}m", 4096, 0o1777, executable=False),
         Tmpfs("/tmp", f"{scratch}m", 65536, 0o1777),
-        Tmpfs(HOME, f"{scratch}m", 65536, 0o755),
+        *(() if kept_home else (Tmpfs(HOME, f"{scratch}m", 65536, 0o755),)),
         WorkspaceMount(WORKSPACE),
         *((Override("/etc/resolv.conf", resolver),) if resolver else ()),
     )

@@ -10,17 +10,18 @@ import json
 import os
 import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from carrel.isolation import budgets, landlock, linux, mask_mounts, rootfs, seccomp
+from carrel.isolation import budgets, folder_mounts, landlock, linux, mask_mounts, rootfs, seccomp
 from carrel.primitives import libc
 
 BASE = "/base"
 COVERS = "/covers"
 OPEN_FILES = 8192
 MAX_MESSAGE = 256 * 1024
+MOST_DESCRIPTORS = 64
 PROXY_PORT = 3128
 PROXY_BACKLOG = 4096
 PROXY_LISTENER = b"proxy listener"
@@ -44,6 +45,10 @@ class Spec:
     network: str = "none"
     trust: bool = False
     resolver: str = ""
+    folder: str = ""
+    """The path of the workspace on the host, if it is a folder there. Then its mount comes as a descriptor."""
+    mounts: list[str] = field(default_factory=list)
+    """Where further mounts belong, whose descriptors come last, in this order: the home, and what is read-only."""
 
 
 @dataclass
@@ -64,6 +69,8 @@ class SandboxDetails:
     refusing: socket.socket | None
     """The listening socket of that port, if the supervisor itself has to refuse every request."""
     trust: bool
+    own_path: str = ""
+    """The second path of the workspace, if it is a folder of the host."""
 
 
 def prepare(
@@ -124,9 +131,9 @@ def hand_over_network(orders: socket.socket) -> None:
         os.close(descriptor)
 
 
-def hand_over_memory(orders: socket.socket) -> None:
+def hand_over_memory(orders: socket.socket, spec: Spec) -> None:
     """Send the zygote descriptors for measuring the memory that this sandbox uses outside of its processes."""
-    paths = (rootfs.HOME, "/tmp", "/dev/shm")
+    paths = ("/tmp", "/dev/shm") if rootfs.HOME in spec.mounts else (rootfs.HOME, "/tmp", "/dev/shm")
     fds = [os.open("/proc/sysvipc/shm", os.O_RDONLY | os.O_CLOEXEC)]
     fds += [os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) for path in paths]
     try:
@@ -136,14 +143,23 @@ def hand_over_memory(orders: socket.socket) -> None:
             os.close(descriptor)
 
 
-def complete(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, plan_fd: int = -1) -> None:
-    """Do the second part: set up what was requested, then drop every privilege for good."""
-    plan = rootfs.private_plan(spec.memory_mb, spec.resolver)
+def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> None:
+    """Do the second part: set up what was requested, then drop every privilege for good.
+
+    The descriptors are those of the workspace, the masks if there are any, and the further mounts.
+    """
+    workspace_fd, *more = fds
+    plan_fd = more.pop(0) if spec.masked else -1
+    covered = folder_mounts.cover(BASE, [spec.folder, *spec.mounts])
+    plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=rootfs.HOME in spec.mounts)
     rootfs.apply_plan(plan, BASE, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
+    if spec.folder:
+        folder_mounts.attach(BASE, spec.folder, list(zip(spec.mounts, more, strict=True)), covered)
     if spec.masked:
         mask_mounts.pivot_masked(BASE, mask_mounts.read(plan_fd), COVERS)
     else:
         linux.pivot_into(BASE)
+    folder_mounts.show_workspace(spec.folder)
     if spec.watched and spec.network != "host":
         budgets.limit_tcp_buffers()
     _limit(spec)
@@ -160,8 +176,8 @@ def complete(spec: Spec, workspace_fd: int, program: bytes, *, root: bool, plan_
 
 
 def receive(orders: socket.socket) -> tuple[Spec, list[int]]:
-    """Wait for the request. The descriptors are the listening socket, the workspace and the masks."""
-    message, fds = _next_message(orders, MAX_MESSAGE, 3)
+    """Wait for the request. The descriptors are the listening socket, and those that `complete` gets."""
+    message, fds = _next_message(orders, MAX_MESSAGE, MOST_DESCRIPTORS)
     for descriptor in fds:  # a process that inherits the listening socket could answer instead of the supervisor
         os.set_inheritable(descriptor, False)
     return Spec(**json.loads(message)), fds

@@ -58,9 +58,11 @@ class Zygote:
         self._counting = False
         self._shared: list[str] = []
 
-    def prepare(self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({})) -> None:
+    def prepare(
+        self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({}), folder_roots: Sequence[str] = ()
+    ) -> None:
         """Prepare for the first fork. See `zygote_root.enter`."""
-        self._forker.prepare(workspaces, shared)
+        self._forker.prepare(workspaces, shared, folder_roots)
         self._shared = sorted(shared)
 
     def describe(self) -> dict[str, Any]:
@@ -214,7 +216,7 @@ class Zygote:
     def _request(self, connection: socket.socket) -> None:
         fds: list[int] = []
         try:
-            message, fds, _flags, _address = socket.recv_fds(connection, MAX_MESSAGE, 4)
+            message, fds, _flags, _address = socket.recv_fds(connection, MAX_MESSAGE, sandbox.MOST_DESCRIPTORS)
         except OSError:
             message = b""
         if not message:
@@ -227,9 +229,13 @@ class Zygote:
             if self._stopping and op in {"start", "describe"}:
                 raise PlatformError("the zygote is stopping")
             if op == "start":
-                if len(fds) != (2 if body.get("masked") else 1):
+                spec = sandbox.Spec(**body)
+                if len(fds) != 1 + spec.masked + bool(spec.folder) + len(spec.mounts):
                     raise PlatformError("a start request carries one listening socket, and its masks if it has any")
-                self._start(connection, seq, sandbox.Spec(**body), fds)
+                self._start(connection, seq, spec, fds)
+            elif op == "folder":
+                self._forker.open_folder(body, fds[0])
+                self._answer(connection, seq)
             elif op == "remove":
                 self._remove(connection, seq, body["id"])
             elif op == "end":  # a sandbox without isolation whose own zygote is gone
@@ -273,7 +279,7 @@ class Zygote:
     def _start(self, connection: socket.socket, seq: int, spec: sandbox.Spec, fds: list[int]) -> None:
         if spec.id in self._named:
             raise PlatformError(f"sandbox {spec.id} runs already")
-        if "/" in spec.workspace or spec.workspace in {"", ".", ".."}:
+        if not spec.folder and ("/" in spec.workspace or spec.workspace in {"", ".", ".."}):
             raise PlatformError(f"not a workspace name: {spec.workspace!r}")
         if self._isolate and spec.network not in NETWORKS:
             raise PlatformError(f"not a network this zygote makes: {spec.network!r}")
@@ -418,6 +424,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--workspaces", required=True)
     parser.add_argument("--supervisor", required=True, help="module that has `main` and `warm`")
     parser.add_argument("--share", action="append", default=[], help="PATH=SOURCE: seen read-only in every sandbox")
+    parser.add_argument("--folder-root", action="append", default=[], help="folders below it may be workspaces")
     parser.add_argument("--plain", action="store_true", help="fork without any isolation")
     options = parser.parse_args(arguments)
     # asyncio imports TLS if it can; no sandbox needs it, and it would cost every fork memory.
@@ -427,7 +434,8 @@ def main(arguments: list[str] | None = None) -> None:
     zygote = Zygote(listener, supervisor, isolate=not options.plain)
     try:
         supervisor.warm()
-        zygote.prepare(options.workspaces, dict(each.split("=", 1) for each in options.share))
+        shared = dict(each.split("=", 1) for each in options.share)
+        zygote.prepare(options.workspaces, shared, options.folder_root)
     except (OSError, CarrelError) as error:
         # The first connection gets the reason.
         connection, _ = listener.accept()

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from carrel.isolation import budgets, launchers, linux, rootfs
+from carrel.isolation import budgets, folder_mounts, folder_opener, launchers, linux, rootfs
 from carrel.isolation.sandbox import BASE, COVERS
 from carrel.primitives.kernel_files import write
 
@@ -18,21 +19,34 @@ WORKSPACES = "/workspaces"
 _STAGE = "/tmp"  # only a mount point, in a namespace of our own
 
 
-def enter(workspaces: str, *, root: bool, shared: Mapping[str, str] = MappingProxyType({})) -> None:
+def enter(
+    workspaces: str,
+    *,
+    root: bool,
+    shared: Mapping[str, str] = MappingProxyType({}),
+    folder_roots: Sequence[str] = (),
+) -> socket.socket | None:
     """Move this process there for good. An ordinary user's process first becomes root of its own user namespace.
 
     `shared` maps paths of the base root to directories or files of the host that are mounted there, read-only. What is
     added to such a directory later appears in every sandbox at once.
+
+    Sandboxes may work on folders below `folder_roots`. Then this returns the socket of the process that opens them.
     """
+    opener = None
     links = rootfs.host_links()
     uid, gid = os.geteuid(), os.getegid()
     if root:
+        if folder_roots:
+            opener = folder_opener.start(lambda: None)
         linux.unshare(linux.CLONE_NEWNS)
     else:
         budgets.enter_user_namespace(linux.CLONE_NEWNS | linux.CLONE_NEWUSER)
         write("/proc/self/setgroups", "deny")
         write("/proc/self/uid_map", f"0 {uid} 1\n")
         write("/proc/self/gid_map", f"0 {gid} 1\n")
+        if folder_roots:
+            opener = folder_opener.start(lambda: linux.unshare(linux.CLONE_NEWNS))
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     # Opened before `_STAGE` is covered: they may be below it.
     tree = linux.open_tree(workspaces)
@@ -42,7 +56,8 @@ def enter(workspaces: str, *, root: bool, shared: Mapping[str, str] = MappingPro
         os.mkdir(_STAGE + name, 0o755)
     base = _STAGE + BASE
     linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
-    rootfs.apply_plan(rootfs.base_plan(links), base)
+    names = folder_mounts.first_names(_top_level(folder_roots))
+    rootfs.apply_plan(rootfs.base_plan(links, names=names), base)
     for target, view in views.items():
         linux.set_mount_attributes(view, linux.MOUNT_ATTR_RDONLY | linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV)
         linux.move_mount(view, base + target)
@@ -54,6 +69,12 @@ def enter(workspaces: str, *, root: bool, shared: Mapping[str, str] = MappingPro
     linux.move_mount(tree, _STAGE + WORKSPACES)
     os.close(tree)
     linux.pivot_into(_STAGE)
+    return opener
+
+
+def _top_level(roots: Sequence[str]) -> list[str]:
+    """Return the roots, or every directory of the host's root where that is one of them."""
+    return [f"/{entry.name}" for entry in os.scandir("/") if entry.is_dir()] if "/" in roots else list(roots)
 
 
 def _cover_pips(base: str) -> None:

@@ -103,6 +103,7 @@ from carrel.models.python import PythonResult as PythonResult
 from carrel.models.python import RichResult as RichResult
 from carrel.models.python import StatelessRequest as StatelessRequest
 from carrel.models.python import StatelessResult as StatelessResult
+from carrel.models.sandboxes import HostPath as HostPath
 from carrel.models.sandboxes import Limits as Limits
 from carrel.models.sandboxes import Network as Network
 from carrel.models.sandboxes import SandboxInfo as SandboxInfo

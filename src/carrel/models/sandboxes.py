@@ -6,9 +6,9 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
-from carrel.models.base import MAX_TIMEOUT_S, Answer, ContextId, EnvName, NoNul, Request, TemplateName
+from carrel.models.base import MAX_PATH, MAX_TIMEOUT_S, Answer, ContextId, EnvName, NoNul, Request, TemplateName
 
 
 class Trust(StrEnum):
@@ -45,6 +45,7 @@ class State(StrEnum):
     TERMINATED = "terminated"
 
 
+MOST_HOST_PATHS = 32
 Cpus = Annotated[float, Field(gt=0, le=1024)]
 MemoryMb = Annotated[int, Field(ge=32, le=1_048_576)]
 DiskMb = Annotated[int, Field(ge=1, le=1_048_576)]
@@ -60,6 +61,18 @@ class Limits(Request):
     disk_mb: DiskMb | None = Field(default=None, description="size of the workspace, in MiB")
     processes: Processes | None = Field(default=None, description="processes and threads")
     timeout_s: TimeoutS | None = Field(default=None, description="default deadline of a command, in seconds")
+
+
+AbsolutePath = Annotated[NoNul, StringConstraints(pattern=r"^/", max_length=MAX_PATH)]
+
+
+class HostPath(Request):
+    """A file or directory of the server's host that a sandbox sees, read-only."""
+
+    source: AbsolutePath = Field(description="its path on the host, below `sandbox.folder_roots`")
+    target: AbsolutePath | None = Field(
+        default=None, description="its path in the sandbox, for example in /home/agent; null: the same"
+    )
 
 
 class SandboxRequest(Request):
@@ -80,6 +93,16 @@ class SandboxRequest(Request):
     labels: dict[NoNul, NoNul] = Field(default_factory=dict, max_length=32)
     filespace: bool | None = Field(
         default=None, description="keep the workspace in sync with the context's filespace; null: the server's default"
+    )
+    workspace_path: AbsolutePath | None = Field(
+        default=None,
+        description="an existing folder of the server's host that is the workspace, in place, at /workspace and at its "
+        "own path; only below `sandbox.folder_roots`; an existing context keeps its folder",
+    )
+    host_paths: list[HostPath] | None = Field(
+        default=None,
+        max_length=MOST_HOST_PATHS,
+        description="with `workspace_path`: what else of the host the sandbox sees, read-only; null: as before",
     )
 
 
@@ -102,6 +125,10 @@ class SandboxInfo(Answer):
     error: str | None = None
     node: str | None = Field(default=None, description="the server that runs the session")
     filespace: bool = Field(default=False, description="whether the workspace is kept in sync with the filespace")
+    workspace_path: str | None = Field(
+        default=None, description="the folder of the server's host that is the workspace; null: one of carrel's own"
+    )
+    host_paths: list[HostPath] = Field(default_factory=list, description="what else of the host it sees, read-only")
     snapshot: str | None = Field(default=None, description="the newest good snapshot")
     notice: str | None = Field(
         default=None,

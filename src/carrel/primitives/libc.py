@@ -12,6 +12,7 @@ import fcntl
 import os
 
 RESOLVE_NO_MAGICLINKS = 0x02
+RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_BENEATH = 0x08
 
 _OPENAT2 = 437
@@ -75,6 +76,14 @@ def open_beneath(directory: int, path: bytes, flags: int) -> int:
             if error.errno not in {errno.EAGAIN, errno.EINTR} or attempt == _ATTEMPTS - 1:
                 raise
     raise AssertionError("unreachable")
+
+
+def open_without_links(path: str) -> int:
+    """Open the absolute `path` as a place (`O_PATH`); `ELOOP` if any part of it is a symbolic link."""
+    how = _OpenHow(os.O_PATH | os.O_CLOEXEC, 0, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS)
+    size = ctypes.c_size_t(ctypes.sizeof(how))
+    name = ctypes.c_char_p(os.fsencode(path))
+    return _call(_OPENAT2, ctypes.c_int(_AT_FDCWD), name, ctypes.byref(how), size)
 
 
 def rename_new(from_dir: int, from_name: bytes, to_dir: int, to_name: bytes) -> None:

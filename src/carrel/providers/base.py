@@ -14,6 +14,7 @@ from enum import StrEnum
 from carrel.errors import Unsupported
 from carrel.isolation.masks import Masks
 from carrel.models import Network, ProviderStatus
+from carrel.primitives.trees import Identity
 
 Handle = dict[str, str | int | float | bool | None]
 """Identifies a sandbox: a flat JSON object, which always has `provider`, `id` and `socket`."""
@@ -37,6 +38,7 @@ class Capability(StrEnum):
     ENVIRONMENTS = "environments"
     TERMINAL = "terminal"
     SURVIVES_RESTART = "survives_restart"
+    FOLDERS = "folders"
 
 
 NETWORK_CAPABILITY = {
@@ -48,11 +50,30 @@ NETWORK_CAPABILITY = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class HostMount:
+    """A file or directory of the host that belongs into a sandbox, and its identity when it was checked."""
+
+    source: str
+    target: str
+    identity: Identity
+
+
+@dataclass(frozen=True, slots=True)
+class FolderMounts:
+    """The mounts of a sandbox that works on a folder of the host in place. The folder is also the workspace."""
+
+    folder: HostMount
+    home: HostMount
+    read_only: tuple[HostMount, ...] = ()
+
+
 @dataclass(frozen=True)
 class Launch:
     """Everything that a provider needs to start one sandbox. Limits and masks that are None are not enforced.
 
-    With `trust`, the tools inside trust the certificates in `/run/secrets/carrel-ca.pem` and no others.
+    With `trust`, the tools inside trust the certificates in `/run/secrets/carrel-ca.pem` and no others. `folder`
+    replaces the workspace by a folder of the host.
     """
 
     id: str
@@ -65,6 +86,7 @@ class Launch:
     env: Mapping[str, str] = field(default_factory=dict)
     masks: Masks | None = None
     trust: bool = False
+    folder: FolderMounts | None = None
 
 
 class Provider(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from carrel.errors import InvalidRequest, ProviderUnavailable, Unsupported
@@ -28,13 +28,15 @@ def open_providers(
     allow_process: bool,
     shared: Mapping[str, str] = MappingProxyType({}),
     zygote: ZygoteClient | None = None,
+    folder_roots: Sequence[str] = (),
 ) -> dict[str, Provider]:
     """Return the providers of this host, strongest first; the process provider only if the operator allows it.
 
     `shared` maps paths in every isolated sandbox to what is mounted there from the host. `zygote` is an optional
-    client, with the same paths, whose namespace zygote is being started already.
+    client, with the same paths, whose namespace zygote is being started already. Folders below `folder_roots` can be
+    workspaces.
     """
-    providers: list[Provider] = [NamespaceProvider(run_dir, workspaces, shared, zygote)]
+    providers: list[Provider] = [NamespaceProvider(run_dir, workspaces, shared, zygote, folder_roots)]
     if allow_process:
         providers.append(ProcessProvider(run_dir, workspaces))
     return {provider.name: provider for provider in providers}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
@@ -40,8 +40,10 @@ class NamespaceProvider(ZygoteProvider):
         workspaces: str,
         shared: Mapping[str, str] = MappingProxyType({}),
         zygote: ZygoteClient | None = None,
+        folder_roots: Sequence[str] = (),
     ):
-        super().__init__(run_dir, workspaces, shared, zygote)
+        super().__init__(run_dir, workspaces, shared, zygote, folder_roots)
+        self._has_folders = bool(folder_roots)
         self._shares_environments = ENVIRONMENTS in shared
         self._bridges = Bridges()
 
@@ -73,6 +75,8 @@ class NamespaceProvider(ZygoteProvider):
         zygote = self._zygote.description  # a zygote may be older than this server, and share nothing
         if self._shares_environments and (not zygote or ENVIRONMENTS in zygote.get("shared", ())):
             promised.add(Capability.ENVIRONMENTS)
+        if self._has_folders and (not zygote or zygote.get("folders")):
+            promised.add(Capability.FOLDERS)
         if self._host.bridges:
             promised.add(Capability.NETWORK_BRIDGE)
         return frozenset(promised)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError
 from carrel.isolation import cgroups, masks
 from carrel.models import Network
+from carrel.primitives.channel import close_all
 from carrel.providers import foreign_processes
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
 from carrel.providers.zygotes import ZygoteClient
@@ -30,10 +31,13 @@ class ZygoteProvider(Provider):
         workspaces: str,
         shared: Mapping[str, str] = MappingProxyType({}),
         zygote: ZygoteClient | None = None,
+        folder_roots: Sequence[str] = (),
     ):
         """`zygote` is an optional client, with the same paths, whose zygote is being started already."""
         self._run_dir = run_dir
-        self._zygote = zygote or ZygoteClient(run_dir, workspaces, plain=self.plain, shared=shared)
+        self._zygote = zygote or ZygoteClient(
+            run_dir, workspaces, plain=self.plain, shared=shared, folder_roots=folder_roots
+        )
 
     async def warm(self) -> None:
         if await asyncio.to_thread(self.missing) is None:
@@ -50,7 +54,12 @@ class ZygoteProvider(Provider):
                 hint="use a data directory with a shorter path",
             )
         self.require(NETWORK_CAPABILITY[launch.network])
-        packed = self._pack(launch)
+        mounts = await self._open_folders(launch)
+        try:
+            packed = self._pack(launch)
+        except BaseException:
+            close_all(mounts)
+            raise
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             listener.bind(path)
@@ -58,7 +67,7 @@ class ZygoteProvider(Provider):
             listener.listen(128)
             answer = await self._zygote.request(
                 "start",
-                (listener.fileno(), *packed),
+                (listener.fileno(), *packed, *mounts),
                 id=launch.id,
                 workspace=os.path.basename(launch.workspace),
                 memory_mb=launch.memory_mb,
@@ -79,8 +88,7 @@ class ZygoteProvider(Provider):
             raise
         finally:
             listener.close()
-            for descriptor in packed:
-                os.close(descriptor)
+            close_all((*packed, *mounts))
         return {
             "provider": self.name,
             "id": launch.id,
@@ -96,6 +104,9 @@ class ZygoteProvider(Provider):
             {} if launch.network is Network.NONE or self.plain else {"network": _zygote_network(launch.network)}
         )
         asked |= {"masked": masked, "trust": launch.trust, "resolver": self._resolver(launch.network)}
+        if launch.folder is not None:
+            targets = [mount.target for mount in (launch.folder.home, *launch.folder.read_only)]
+            asked |= {"folder": launch.folder.folder.target, "mounts": targets}
         return {name: value for name, value in asked.items() if value}
 
     def _resolver(self, network: Network) -> str:
@@ -105,6 +116,21 @@ class ZygoteProvider(Provider):
     async def _connect_network(self, launch: Launch, answer: dict[str, Any]) -> Handle:
         """Connect a new sandbox to its network, and return fields for its handle. Removes the sandbox on failure."""
         return {}
+
+    async def _open_folders(self, launch: Launch) -> list[int]:
+        """Return the mounts of the folder, the home and what is read-only, in this order."""
+        if launch.folder is None:
+            return []
+        self.require(Capability.FOLDERS)
+        opened: list[int] = []
+        try:
+            for mount in (launch.folder.folder, launch.folder.home, *launch.folder.read_only):
+                read_only = mount in launch.folder.read_only
+                opened.append(await self._zygote.open_folder(mount.source, mount.identity, read_only=read_only))
+        except BaseException:
+            close_all(opened)
+            raise
+        return opened
 
     def _pack(self, launch: Launch) -> tuple[int, ...]:
         """Return the masks as a descriptor, if there are any."""

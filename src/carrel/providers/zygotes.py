@@ -7,28 +7,39 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError, ProviderUnavailable
 from carrel.primitives.channel import Channel, ChannelClosed, close_all, connect, start, wait_for_end
+from carrel.primitives.trees import Identity
 
 START_DEADLINE_S = 30.0
+FOLDER_DEADLINE_S = 15.0
 SUPERVISOR = "carrel.supervisor.app"
 
 
 class ZygoteClient:
     """The client of one zygote, which is started on first use and again when it has died. For one event loop."""
 
-    def __init__(self, run_dir: str, workspaces: str, *, plain: bool, shared: Mapping[str, str] = MappingProxyType({})):
+    def __init__(
+        self,
+        run_dir: str,
+        workspaces: str,
+        *,
+        plain: bool,
+        shared: Mapping[str, str] = MappingProxyType({}),
+        folder_roots: Sequence[str] = (),
+    ):
         self._name = "plain" if plain else "namespace"
         self._path = os.path.join(run_dir, f"zygote-{self._name}.sock")
         self._log = os.path.join(run_dir, f"zygote-{self._name}.log")
         self._workspaces = workspaces
         self._plain = plain
         self._shared = dict(shared)
+        self._folder_roots = tuple(folder_roots)
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._seq = 0
@@ -60,6 +71,21 @@ class ZygoteClient:
         """Request a descriptor from a zygote that may be gone. The caller closes it."""
         fds: list[int] = (await self.known(op, **body)).get("fds", [])
         return fds[0] if fds else None
+
+    async def open_folder(self, path: str, identity: Identity, *, read_only: bool) -> int:
+        """Return a detached mount of a folder or file of the host. The caller closes it."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with theirs:
+                await self.request("folder", (theirs.fileno(),), path=path, identity=identity, read_only=read_only)
+            ours.settimeout(FOLDER_DEADLINE_S)
+            try:
+                error, fds, _flags, _address = await asyncio.to_thread(socket.recv_fds, ours, 4096, 1)
+            except TimeoutError:
+                error, fds = b"its file system does not answer", []
+        if not fds:
+            raise PlatformError(f"{path} cannot be mounted: {error.decode(errors='replace') or 'no answer'}")
+        return fds[0]
 
     async def _ask(self, channel: Channel, op: str, fds: tuple[int, ...], body: dict[str, Any]) -> dict[str, Any]:
         self._seq += 1
@@ -128,6 +154,8 @@ class ZygoteClient:
         ]
         for target, source in self._shared.items():
             arguments += ["--share", f"{target}={source}"]
+        for root in self._folder_roots:
+            arguments += ["--folder-root", root]
         passed_on = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
         environment = {name: os.environ[name] for name in passed_on if name in os.environ}
         environment |= {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "1"}

@@ -12,7 +12,7 @@ from sqlalchemy.engine import RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import AlreadyExists, Conflict
-from carrel.models import Limits, Network, SandboxInfo, State, Trust
+from carrel.models import HostPath, Limits, Network, SandboxInfo, State, Trust
 from carrel.store.clock import database_clock
 from carrel.store.cursors import read_page
 from carrel.store.database import Database
@@ -61,6 +61,10 @@ class SessionRecord:
     """When the workspace is deleted unless it is used before; None while that is far away."""
     forgotten: bool = False
     """Whether the context was deleted after this session; then the next session inherits nothing from it."""
+    workspace_path: str | None = None
+    """The folder of the host that is the workspace; None for one of carrel's own."""
+    host_paths: tuple[HostPath, ...] = ()
+    """What else of the host its sandbox sees, read-only."""
 
     @property
     def owner(self) -> str:
@@ -86,6 +90,8 @@ class SessionRecord:
             error=self.error,
             node=self.node,
             filespace=self.filespace,
+            workspace_path=self.workspace_path,
+            host_paths=list(self.host_paths),
             snapshot=self.snapshot,
             notice=self._notice(),
             template=self.template,
@@ -110,6 +116,8 @@ def _plain(name: str, value: object) -> object:
         return value.model_dump(exclude_none=True)
     if name in {"env", "labels"} and isinstance(value, Mapping):
         return dict(value)
+    if name == "host_paths" and isinstance(value, tuple):
+        return [each.model_dump() for each in value] or None
     return str(value) if isinstance(value, State | Trust | Network) else value
 
 
@@ -119,6 +127,7 @@ def _record(row: RowMapping) -> SessionRecord:
         "trust": Trust(row["trust"]),
         "network": Network(row["network"]),
         "limits": Limits.model_validate(row["limits"]),
+        "host_paths": tuple(HostPath.model_validate(each) for each in row["host_paths"] or ()),
     }
     return SessionRecord(**{**row, **read})
 

@@ -95,6 +95,8 @@ sessions = Table(
     Column("used_bytes", BigInteger, nullable=True, comment="of the workspace, when last measured"),
     Column("expires_at", Double, nullable=True, comment="when an unused workspace is deleted"),
     Column("forgotten", Boolean, nullable=False, server_default=text("false")),
+    Column("workspace_path", Prose, nullable=True, comment="a folder of the host"),
+    Column("host_paths", JSON(none_as_null=True), nullable=True),
 )
 
 _live = sessions.c.state != "terminated"

@@ -56,6 +56,7 @@ class SandboxFacts(Protocol):
     proxy_port: int | None
     refusing: socket.socket | None
     trust: bool
+    own_path: str
 
 
 class Supervisor:
@@ -101,14 +102,14 @@ class Supervisor:
         """Take charge of a sandbox, which exists only now."""
         budget = min(OUTPUT_BUDGET, (facts.memory_mb or 1024) * 1024 * 1024 // 4)
         self.commands.configure(loop, facts.oom_score_fd, budget)
-        self.files.configure(facts.workspace)
+        self.files.configure(facts.workspace, facts.own_path)
         self._secrets.configure(facts.secrets_fd)
         self._mcp_servers.configure(budget // 2)
         places = (*PLACES, facts.home, facts.workspace) if facts.isolated else ()
-        self._memory_places = places[:3]
-        self._reset.configure(places)
+        self._memory_places = places[: 2 if facts.own_path else 3]  # a kept home is on disk
+        self._reset.configure(() if facts.own_path else places)
         self._started = time.monotonic()
-        self._directory = self.files.open_directory(".")
+        self._directory = self.files.open_directory(facts.own_path or ".")
         self._venv = facts.isolated
         self._env = environment.variables(
             workspace=facts.workspace,
@@ -377,7 +378,7 @@ def _serve(facts: SandboxFacts, prepared: Prepared, connections: set[asyncio.Tas
 class _Rehearsal:
     """A stand-in for a sandbox, for `warm`."""
 
-    isolated, trust = False, False
+    isolated, trust, own_path = False, False, ""
     memory_mb: int | None = 64
     proxy_port: int | None = None
     refusing: socket.socket | None = None

@@ -130,13 +130,16 @@ class Files:
         self._editing = asyncio.Lock()
         self._edited: Cache[str, Json] = Cache(EDITS_REMEMBERED)  # by the caller's own id
 
-    def configure(self, workspace: str) -> None:
-        """Open the workspace. Called once, before anything else."""
-        self.root = Root(workspace)
+    def configure(self, workspace: str, own_path: str = "") -> None:
+        """Open the workspace. Called once, before anything else. A folder of the host has a second path, its own."""
+        self.root = Root(workspace, own_path)
+        self._own = Root(own_path) if own_path else None
         remove_leftover(self.root.fd)
 
     def close(self) -> None:
         self.root.close()
+        if self._own is not None:
+            self._own.close()
 
     def routes(self, router: HttpRouter) -> None:
         router.add("GET", "/files/content", self._read)
@@ -152,7 +155,8 @@ class Files:
 
     def open_directory(self, path: str, field: str = "path") -> int:
         """Return a descriptor of the directory at `path`, for `fchdir`. The caller closes it."""
-        return self.root.open(self.root.relative(path, field), os.O_PATH | os.O_DIRECTORY, field)
+        root = self._own if self._own is not None and self._own.holds(path) else self.root
+        return root.open(root.relative(path, field), os.O_PATH | os.O_DIRECTORY, field)
 
     def write_bytes(self, path: str, data: bytes, mode: int | None = None, field: str = "path") -> Stamp:
         """Write a small file atomically, creating the directories above it. Returns its stamp for `produced_since`."""

@@ -116,10 +116,11 @@ class DirectoryEntry:
 class Root:
     """The workspace root: an open directory beneath which every path of a caller is resolved."""
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, also: str = ""):
+        """`also` is a second path of the same directory, which callers may use."""
         if not path.startswith("/"):
             raise InvalidPath(f"the workspace root must be absolute, not {path!r}", field="root")
-        self._prefix = path.rstrip("/")
+        self._prefix, self._also = path.rstrip("/"), also.rstrip("/")
         try:
             self.fd = os.open(path, _DIRECTORY)
         except OSError as error:
@@ -130,6 +131,10 @@ class Root:
             os.close(self.fd)
             self.fd = -1
 
+    def holds(self, path: str) -> bool:
+        """Whether an absolute path is written as one of this root."""
+        return path == self._prefix or path.startswith(self._prefix + "/")
+
     def relative(self, path: str, field: str = "path") -> bytes:
         """Return the path relative to the root, normalized: `.`, or names and `..` separated by single slashes."""
         shown = repr(path[:_SHOWN])
@@ -138,7 +143,9 @@ class Root:
         if "\0" in path:
             raise InvalidPath(f"{shown} contains a NUL", field=field)
         if path.startswith("/"):
-            if path != self._prefix and not path.startswith(self._prefix + "/"):
+            if self._also and (path == self._also or path.startswith(self._also + "/")):
+                path = self._prefix + path[len(self._also) :]
+            if not self.holds(path):
                 hint = f"use a path relative to the workspace, or one that starts with {self._prefix}/"
                 raise InvalidPath(f"{shown} is not in the workspace", field=field, hint=hint)
             path = path[len(self._prefix) + 1 :] or "."

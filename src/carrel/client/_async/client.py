@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from urllib.parse import quote
 
 from carrel.client._async.approvals import AsyncApprovals
@@ -17,10 +18,11 @@ from carrel.client._async.secrets import AsyncSecrets
 from carrel.client._async.stateless import AsyncStatelessPython
 from carrel.client._async.tokens import AsyncTokens
 from carrel.client.locate import locate
-from carrel.client.requests import limits_body
+from carrel.client.requests import host_path_body, limits_body
 from carrel.errors import NotFound
 from carrel.models import (
     DiskUsage,
+    HostPath,
     HostReport,
     Limits,
     Network,
@@ -77,6 +79,8 @@ class AsyncClient:
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
         filespace: bool | None = None,
+        workspace_path: str | os.PathLike[str] | None = None,
+        host_paths: Sequence[HostPath | str] | None = None,
         idempotency_key: str | None = None,
     ) -> AsyncSandbox:
         """Create the sandbox of a context, or resume it with its files. Without a context it is ephemeral.
@@ -84,6 +88,9 @@ class AsyncClient:
         `template` names a recipe of the server; a context keeps its first template. `filespace=True` keeps the
         workspace in sync with the filespace of the context: pulled before a start, pushed after operations. Calls with
         the same `idempotency_key` create one sandbox; by default each call has a key of its own.
+
+        `workspace_path` is a folder of the server's host that becomes the workspace in place, and `host_paths` are
+        further files and directories of that host, read-only. The operator lists where they may be.
         """
         body = {
             "context_id": context_id,
@@ -95,6 +102,8 @@ class AsyncClient:
             "env": env,
             "labels": labels,
             "filespace": filespace,
+            "workspace_path": None if workspace_path is None else os.fspath(workspace_path),
+            "host_paths": None if host_paths is None else [host_path_body(each) for each in host_paths],
         }
         headers = {"idempotency-key": idempotency_key or uuid.uuid4().hex}
         # No deadline: the workspace may have to come from the archive first.

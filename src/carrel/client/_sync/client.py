@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import os
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import quote
 
 from carrel.client._sync.approvals import Approvals
@@ -18,10 +19,11 @@ from carrel.client._sync.secrets import Secrets
 from carrel.client._sync.stateless import StatelessPython
 from carrel.client._sync.tokens import Tokens
 from carrel.client.locate import locate
-from carrel.client.requests import limits_body
+from carrel.client.requests import host_path_body, limits_body
 from carrel.errors import NotFound
 from carrel.models import (
     DiskUsage,
+    HostPath,
     HostReport,
     Limits,
     Network,
@@ -78,6 +80,8 @@ class Client:
         env: Mapping[str, str] | None = None,
         labels: Mapping[str, str] | None = None,
         filespace: bool | None = None,
+        workspace_path: str | os.PathLike[str] | None = None,
+        host_paths: Sequence[HostPath | str] | None = None,
         idempotency_key: str | None = None,
     ) -> Sandbox:
         """Create the sandbox of a context, or resume it with its files. Without a context it is ephemeral.
@@ -85,6 +89,9 @@ class Client:
         `template` names a recipe of the server; a context keeps its first template. `filespace=True` keeps the
         workspace in sync with the filespace of the context: pulled before a start, pushed after operations. Calls with
         the same `idempotency_key` create one sandbox; by default each call has a key of its own.
+
+        `workspace_path` is a folder of the server's host that becomes the workspace in place, and `host_paths` are
+        further files and directories of that host, read-only. The operator lists where they may be.
         """
         body = {
             "context_id": context_id,
@@ -96,6 +103,8 @@ class Client:
             "env": env,
             "labels": labels,
             "filespace": filespace,
+            "workspace_path": None if workspace_path is None else os.fspath(workspace_path),
+            "host_paths": None if host_paths is None else [host_path_body(each) for each in host_paths],
         }
         headers = {"idempotency-key": idempotency_key or uuid.uuid4().hex}
         # No deadline: the workspace may have to come from the archive first.

@@ -14,7 +14,7 @@ from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.sessions.live import LiveSandbox
 from carrel.models import SandboxRequest
 from carrel.providers import Masks
-from carrel.providers.base import Provider
+from carrel.providers.base import FolderMounts, Provider
 from carrel.store import SessionRecord
 
 
@@ -35,6 +35,8 @@ class LaunchPlan:
     """Whether the sandbox trusts the certificates of the proxy."""
     notice: str | None = None
     """A message for the caller about something that could not be done."""
+    folder: FolderMounts | None = None
+    """The mounts of a sandbox that works on a folder of the host."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,7 @@ class Attachments:
     owner: Attachment
     limits: Attachment
     network: Attachment
+    folders: Attachment
     filespace: Attachment
     masks: Attachment
     approvals: Attachment

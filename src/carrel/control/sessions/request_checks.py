@@ -9,6 +9,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 from carrel.config import Settings
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
@@ -16,7 +17,7 @@ from carrel.control.sessions.placement import resolve
 from carrel.errors import Conflict, InvalidRequest
 from carrel.models import SandboxRequest, State
 from carrel.providers import Masks
-from carrel.providers.base import Capability, Launch, Provider
+from carrel.providers.base import Capability, FolderMounts, Launch, Provider
 from carrel.store import SessionRecord
 
 _SANDBOX = re.compile(r"(sbx|eph)-[0-9a-f]{16}")
@@ -86,7 +87,19 @@ def new_record(
         notice=existing.notice if existing else None,
         used_bytes=existing.used_bytes if existing else None,
         template=request.template,
+        workspace_path=existing.workspace_path if existing else request.workspace_path,
+        host_paths=existing.host_paths if existing else (),
     )
+    if request.workspace_path not in {None, record.workspace_path}:
+        raise Conflict(
+            f"the files of this context are {record.workspace_path or 'in a workspace of carrel'}",
+            field="workspace_path",
+            hint="use another context for another folder",
+        )
+    if request.host_paths is not None:
+        record = replace(record, host_paths=tuple(request.host_paths))
+    if record.workspace_path is not None:
+        record = replace(record, limits=record.limits.model_copy(update={"disk_mb": None}))
     return record, provider
 
 
@@ -96,7 +109,13 @@ def _settled(state: State) -> State:
 
 
 def launch(
-    record: SessionRecord, provider: Provider, workspace: str, masks: Masks | None = None, *, trust: bool = False
+    record: SessionRecord,
+    provider: Provider,
+    workspace: str,
+    masks: Masks | None = None,
+    *,
+    trust: bool = False,
+    folder: FolderMounts | None = None,
 ) -> Launch:
     """Return what the provider needs to start a sandbox."""
     limits = record.limits
@@ -111,13 +130,14 @@ def launch(
         env=record.env,
         masks=masks,
         trust=trust,
+        folder=folder,
     )
 
 
 def changes(record: SessionRecord) -> dict[str, object]:
     """Return the fields that a new start writes over the record of an old one."""
     names = ("state", "provider", "isolation_level", "unsafe", "trust", "network", "limits", "env", "labels")
-    more = ("last_activity_at", "idempotency_key", "node", "filespace", "notice", "agent")
+    more = ("last_activity_at", "idempotency_key", "node", "filespace", "notice", "agent", "host_paths")
     return {name: getattr(record, name) for name in (*names, *more)}
 
 
@@ -135,13 +155,17 @@ def refuse_differences(record: SessionRecord, request: SandboxRequest) -> None:
         asked.append(("template", request.template, record.template))
     if request.filespace is not None:
         asked.append(("filespace", request.filespace, record.filespace))
+    if request.workspace_path is not None:
+        asked.append(("workspace_path", request.workspace_path, record.workspace_path))
+    if request.host_paths is not None:
+        asked.append(("host_paths", tuple(request.host_paths), record.host_paths))
     if request.env:
         asked.append(("env", request.env, dict(record.env)))
     for name, value in request.limits.model_dump(exclude_none=True).items():
         asked.append((f"limits.{name}", value, getattr(record.limits, name)))
     for field, wanted, present in asked:
         if wanted != present:
-            shown = "other values" if field == "env" else f"{present!s}"
+            shown = "other values" if field in {"env", "host_paths"} else f"{present!s}"
             raise Conflict(
                 f"the sandbox of this context runs with {field} = {shown}",
                 field=field,

@@ -105,7 +105,9 @@ class Starting:
             provided = moved or await self._workspaces.provide(record, previous)
             new = provided.new
             plan = await self._attachments.prepare(replace(plan, record=record), provided.path)
-            handle = await provider.start(launch(record, provider, provided.path, plan.masks, trust=plan.trusts_proxy))
+            handle = await provider.start(
+                launch(record, provider, provided.path, plan.masks, trust=plan.trusts_proxy, folder=plan.folder)
+            )
             await writing
             await self._workspaces.recorded(record)
             box = LiveSandbox(record, provider, handle, provided.path)

@@ -164,7 +164,7 @@ class Upkeep:
     async def checkpoint(self) -> None:
         """Archive a snapshot of every changed workspace whose last checkpoint is old enough."""
         now = time.monotonic()
-        boxes = {box.record.id: box for box in self._sessions.live() if not box.record.ephemeral}
+        boxes = {box.record.id: box for box in self._stored()}
         self._checkpoints = {key: self._checkpoints.get(key, now) for key in boxes}
         self._generations = {key: self._generations.get(key) for key in boxes}
         for key, box in boxes.items():
@@ -177,6 +177,11 @@ class Upkeep:
             except CarrelError as error:
                 log.warning("no checkpoint of sandbox %s: %s", key, error)
                 await self._notes.write(box.record, notice=f"no checkpoint could be taken: {error.detail}"[:2000])
+
+    def _stored(self) -> list[LiveSandbox]:
+        """Return the running sandboxes whose files carrel stores for a context."""
+        records = ((box, box.record) for box in self._sessions.live())
+        return [box for box, record in records if not record.ephemeral and record.workspace_path is None]
 
     async def _changed(self, box: LiveSandbox) -> bool:
         """Whether a workspace may have changed since its last checkpoint; any operation counts as a change."""
@@ -209,7 +214,7 @@ class Upkeep:
 
     async def read_usage(self) -> None:
         """Read the sizes of all workspaces from the kernel."""
-        for box in self._sessions.live():
+        for box in self._stored():
             context = box.record.context_id
             if context is not None:
                 used = await self._workspaces.usage(box.record)

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from carrel.control.workspaces.filespace_bases import FilespaceBases
 from carrel.control.workspaces.snapshot_keeping import AUTOMATIC, Save, SnapshotKeeping, context_of, volume_of
 from carrel.control.workspaces.stored import StoredSnapshots
-from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, SnapshotDamaged
+from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, SnapshotDamaged, Unsupported
 from carrel.identity import namespace_of
 from carrel.metrics import Metrics
 from carrel.models import State, WorkspaceUsage
@@ -73,15 +73,17 @@ class Workspaces:
 
     def path(self, record: SessionRecord) -> str:
         """Return the path of the workspace of a session."""
-        return self.driver.path(self.volume(record))
+        return record.workspace_path or self.driver.path(self.volume(record))
 
     # for a sandbox
 
     async def provide(self, record: SessionRecord, previous: SessionRecord | None) -> Provided:
         """Return the workspace for a sandbox that is about to start: the one here, else restored, else new.
 
-        `previous` is the last record of the context, on this server.
+        `previous` is the last record of the context, on this server. A folder of the host is used as it is.
         """
+        if record.workspace_path is not None:
+            return Provided(record.workspace_path)
         volume = self.volume(record)
         if await asyncio.to_thread(self.driver.exists, volume):
             return Provided(await asyncio.to_thread(self._reopen, record, volume))
@@ -138,7 +140,7 @@ class Workspaces:
 
     async def recorded(self, record: SessionRecord) -> None:
         """Record that the session of a new workspace is stored."""
-        if not record.ephemeral:
+        if not record.ephemeral and record.workspace_path is None:
             await asyncio.to_thread(self._marks.clear, self.volume(record))
 
     def _reopen(self, record: SessionRecord, volume: str) -> str:
@@ -179,8 +181,14 @@ class Workspaces:
 
     async def keep(self, record: SessionRecord, save: Save) -> tuple[SessionRecord, str | None]:
         """Keep the files of a session whose sandbox has ended: describe, push, snapshot, archive. Return the new
-        record, and what failed.
+        record, and what failed. A folder of the host needs no keeping.
         """
+        if record.workspace_path is not None:
+            try:
+                await save(record, record.workspace_path)
+            except CarrelError as error:
+                return record, error.detail[:2000]
+            return record, None
         used = record.used_bytes
         try:
             used = await self.usage(record)
@@ -254,10 +262,14 @@ class Workspaces:
         return await asyncio.to_thread(self.driver.exists, encode(context, ephemeral=False))
 
     async def discard(self, record: SessionRecord) -> None:
+        """Delete the files of a workspace; a folder of the host is left alone."""
+        if record.workspace_path is not None:
+            return
         await asyncio.to_thread(self.driver.delete_volume, self.volume(record))
 
     async def usage(self, record: SessionRecord) -> int:
         """Return the size of a workspace in bytes."""
+        refuse_folder(record, "the size is not measured")
         return await asyncio.to_thread(self.driver.usage, self.volume(record))
 
     async def report_usage(self, record: SessionRecord) -> WorkspaceUsage:
@@ -362,6 +374,16 @@ class Workspaces:
                     await asyncio.to_thread(self.driver.delete_volume, volume)
                 except (CarrelError, OSError):
                     log.exception("the workspace %s could not be removed", volume)
+
+
+def refuse_folder(record: SessionRecord, why: str) -> None:
+    """Raise `Unsupported` for a session whose workspace is a folder of the host."""
+    if record.workspace_path is not None:
+        raise Unsupported(
+            f"the workspace is the folder {record.workspace_path}: {why}",
+            field="id",
+            hint="checkpoints are for folders; this is for workspaces that carrel stores",
+        )
 
 
 def cap_bytes(record: SessionRecord) -> int | None:

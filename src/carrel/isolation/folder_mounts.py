@@ -1,0 +1,124 @@
+"""Mounts folders and files of the host in a sandbox: the workspace at its own path, the kept home, read-only extras.
+
+Runs as root of the sandbox before any agent code, on descriptors of detached mounts. The base root is shared and
+read-only, so the directories on the way to a mount are made in a small memory file system over the first of them.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Sequence
+
+from carrel.isolation import linux, rootfs
+
+UNAVAILABLE = (
+    "bin",
+    "boot",
+    "dev",
+    "envs",
+    "etc",
+    "lib",
+    "lib32",
+    "lib64",
+    "libx32",
+    "proc",
+    "run",
+    "sbin",
+    "sys",
+    "usr",
+)
+"""First names of paths where nothing can be mounted: a sandbox has its own there."""
+_SIZE, _INODES = "256k", 1024
+_WAY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def first_names(paths: Iterable[str]) -> list[str]:
+    """Return the first names of absolute paths, as far as something can be mounted below them."""
+    names = {path.split("/")[1] for path in paths if path.startswith("/")}
+    return sorted(names - {"", *UNAVAILABLE})
+
+
+def cover(root: str, targets: Sequence[str]) -> list[str]:
+    """Mount a memory file system over each directory below which a target is missing; return their paths.
+
+    It gets the directories and links that were there, which are all empty. `/tmp` is one already.
+    """
+    covered = []
+    for name in first_names(target for target in targets if target.count("/") > 1):
+        place = f"{root}/{name}"
+        if name in {"tmp", rootfs.WORKSPACE[1:]} or not os.path.isdir(place):
+            continue  # a missing one is reported when the target is made
+        with os.scandir(place) as found:
+            entries = [(entry.name, os.readlink(entry.path) if entry.is_symlink() else None) for entry in found]
+        options = f"size={_SIZE},nr_inodes={_INODES},mode=0755"
+        linux.mount("tmpfs", place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
+        for entry, link in entries:
+            os.mkdir(f"{place}/{entry}", 0o755) if link is None else os.symlink(link, f"{place}/{entry}")
+        covered.append(place)
+    return covered
+
+
+def attach(root: str, own_path: str, mounts: Sequence[tuple[str, int]], covered: Sequence[str]) -> None:
+    """Mount each descriptor at its target, and make the mount point of the workspace's own path. Then nothing more can
+    be made in what `cover` mounted.
+    """
+    places: list[tuple[str, int]] = [*mounts, (own_path, -1)]
+    for target, tree in sorted(places, key=lambda place: place[0].count("/")):  # outer ones first
+        if target in {"", rootfs.WORKSPACE}:
+            continue
+        directory = tree < 0 or stat.S_ISDIR(os.fstat(tree).st_mode)
+        place = _make(root, target, directory=directory)
+        try:
+            if tree >= 0:
+                linux.move_mount(tree, place)
+        finally:
+            os.close(place)
+    flags = linux.MS_REMOUNT | linux.MS_BIND | linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
+    for path in covered:
+        linux.mount("none", path, None, flags)
+
+
+def show_workspace(own_path: str) -> None:
+    """Mount the workspace at its own path too, with every mask that it has. Called in the new root."""
+    if own_path in {"", rootfs.WORKSPACE}:
+        return
+    tree = linux.open_tree(rootfs.WORKSPACE, recursive=True)
+    try:
+        linux.move_mount(tree, own_path)
+    finally:
+        os.close(tree)
+
+
+def _make(root: str, target: str, *, directory: bool) -> int:
+    """Open a path beneath the root; what is missing of it is made. Links are not followed: a kept home has been in the
+    hands of an agent.
+    """
+    here = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    names = target.split("/")[1:]
+    try:
+        for index, name in enumerate(names):
+            below = _step(here, name, directory=directory or index < len(names) - 1)
+            os.close(here)
+            here = below
+            if stat.S_ISLNK(os.fstat(here).st_mode):
+                raise OSError(f"nothing can be mounted at {target}: '{name}' on the way is a link")
+    except BaseException as error:
+        os.close(here)
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, f"nothing can be mounted at {target}: {error.strerror}") from None
+        raise
+    return here
+
+
+def _step(parent: int, name: str, *, directory: bool) -> int:
+    try:
+        return os.open(name, _WAY, dir_fd=parent)
+    except FileNotFoundError:
+        if directory:
+            os.mkdir(name, 0o755, dir_fd=parent)
+        else:
+            os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=parent))
+        if os.fstat(parent).st_uid == rootfs.SANDBOX_UID:  # in the agent's own home
+            os.chown(name, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, dir_fd=parent, follow_symlinks=False)
+        return os.open(name, _WAY, dir_fd=parent)
