@@ -48,6 +48,7 @@ from carrel.control.sessions.leases import Leases, LeaseUpkeep
 from carrel.control.sessions.live import LiveSandboxes, SessionNotes
 from carrel.control.sessions.network_mode import NetworkMode, opens_hosts
 from carrel.control.sessions.owners import WorkspaceOwner
+from carrel.control.sessions.protected_folders import ProtectedFolders
 from carrel.control.sessions.recovery import Recovered, recover
 from carrel.control.sessions.retention import WorkspaceRetention
 from carrel.control.sessions.sessions import Sessions
@@ -171,6 +172,7 @@ class ControlPlane:
         spool = os.path.join(filespaces_dir, "spool")
         files = FilespaceFiles(workspaces, filespace_store, remote, bases, spool, notes, values)
         masks = PolicyMasks(policies)
+        self._protected_folders = ProtectedFolders(os.path.join(layout.data_dir, "protected"), audit, notes)
         secret_files = SecretFiles(values, plans, admission, live)
         holds = EnvironmentHolds(environment_store)
         declarations = McpDeclarations(mcp_store, links)
@@ -182,6 +184,7 @@ class ControlPlane:
             folders=Folders(settings.sandbox.folder_root_paths, layout.data_dir),
             filespace=files,
             masks=masks,
+            protected_folders=self._protected_folders,
             approvals=approvals,
             secrets=secret_files,
             egress=egress,
@@ -308,6 +311,7 @@ class ControlPlane:
             log.warning("the server ended before this did: %s", left)
         await self._host.ready()
         self.recovered = await recover(self.sessions, self.store, self.workspaces, self.providers, self.layout.run)
+        await self._protected_folders.open(self.sessions.live())
         await recover_approvals(self._approval_store, self.sessions.live(), self.audit, self.node)
         await self._mcp_discovery.open()
         await self.environments.open()
@@ -353,6 +357,7 @@ class ControlPlane:
             await self.upkeep.flush()
             await self.sessions.shutdown()
         finally:
+            await self._protected_folders.close()
             try:
                 await self.egress.close()
             except (CarrelError, OSError):

@@ -197,22 +197,27 @@ def _attach(covers: int, name: str, path: str) -> None:
 
 
 def expand(patterns: Sequence[str], *, further: bool = False) -> Iterator[str]:
-    """Yield the paths that match now; with `further` also those inside directories that match."""
-    return (path for path, _ in search(patterns, further=further))
+    """Yield the paths that match now, and files where a pattern has a directory; with `further` also the paths inside
+    directories that match.
+
+    Such a file, like a `.git` that names another directory, would lead programs to what it names instead.
+    """
+    return (path for path, _ in search(patterns, further=further, on_way=True))
 
 
-def search(patterns: Sequence[str], *, further: bool = False) -> Iterator[tuple[str, int]]:
+def search(patterns: Sequence[str], *, further: bool = False, on_way: bool = False) -> Iterator[tuple[str, int]]:
     """Yield the paths that match now, each with the number of directories above it that must keep their names for the
     pattern to match again. Paths that the sandbox itself needs are skipped, those beside them are not.
 
-    Links of the workspace are not followed, because they could lead anywhere: a link on the way matches itself.
+    Links of the workspace are not followed, because they could lead anywhere: a link on the way matches itself. With
+    `on_way` a file on the way does so too.
     """
     walks: dict[str, list[tuple[tuple[Part, ...], int]]] = {}
     for pattern in patterns:
         parts = split(pattern)
         fixed = next((index for index, part in enumerate(parts) if not isinstance(part, str)), len(parts))
         top = "/" + "/".join(str(part) for part in parts[:fixed])
-        if (link := _link_above(top)) is not None:
+        if (link := _link_above(top, files=on_way)) is not None:
             yield link, _ALL
         elif parts[fixed:] in {(), (None,)} or os.path.islink(top):
             yield from ((path, _ALL) for path in _maskable(top))
@@ -221,7 +226,7 @@ def search(patterns: Sequence[str], *, further: bool = False) -> Iterator[tuple[
     left = LARGEST_WALK
     for top, rests in walks.items():
         needed = [above for _, above in rests]
-        for path, meant, visited in _walk(top, [rest for rest, _ in rests], further=further):
+        for path, meant, visited in _walk(top, [rest for rest, _ in rests], further=further, on_way=on_way):
             left -= visited
             if left < 0:
                 raise PlatformError(f"more than {LARGEST_WALK} files had to be searched for paths to mask")
@@ -245,13 +250,13 @@ def _above(path: str, count: int = _ALL) -> Iterator[str]:
         count -= 1
 
 
-def _link_above(path: str) -> str | None:
-    """Return the first link on the way to a path of the workspace, or None."""
+def _link_above(path: str, *, files: bool = False) -> str | None:
+    """Return the first link on the way to a path of the workspace, with `files` also the first file; or None."""
     if path.startswith(f"{rootfs.WORKSPACE}/"):
         above = rootfs.WORKSPACE
         for name in path.removeprefix(above).split("/")[1:-1]:
             above += f"/{name}"
-            if os.path.islink(above):
+            if os.path.islink(above) or (files and os.path.isfile(above)):
                 return above
     return None
 
@@ -271,7 +276,7 @@ _States = set[tuple[int, int]]
 
 
 def _walk(
-    top: str, rests: list[tuple[Part, ...]], *, further: bool
+    top: str, rests: list[tuple[Part, ...]], *, further: bool, on_way: bool
 ) -> Iterator[tuple[str | None, tuple[int, ...], int]]:
     """Yield matches beneath a directory, with their patterns and the number of files read since the last one. Links are
     not followed.
@@ -296,6 +301,8 @@ def _walk(
                 child = f"{path.rstrip('/')}/{entry.name}"
                 meant = tuple(index for index, at in ahead if at == len(rests[index]))
                 below = ahead and entry.is_dir(follow_symlinks=False)
+                if on_way and ahead and not meant and not below:  # a file or a link where a name of a pattern leads on
+                    meant = tuple(index for index, at in ahead if at and rests[index][at - 1] is not None)
                 if (meant or below) and len(os.fsencode(child)) > LONGEST_PATH:
                     yield path, tuple({index for index, _ in ahead}), visited
                     visited = 0

@@ -78,12 +78,12 @@ def open_beneath(directory: int, path: bytes, flags: int) -> int:
     raise AssertionError("unreachable")
 
 
-def open_without_links(path: str) -> int:
-    """Open the absolute `path` as a place (`O_PATH`); `ELOOP` if any part of it is a symbolic link."""
-    how = _OpenHow(os.O_PATH | os.O_CLOEXEC, 0, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS)
+def open_without_links(path: str, directory: int = _AT_FDCWD, flags: int = os.O_PATH) -> int:
+    """Open `path`, by default as a place; `ELOOP` if any part of it is a symbolic link."""
+    how = _OpenHow(flags | os.O_CLOEXEC, 0, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS)
     size = ctypes.c_size_t(ctypes.sizeof(how))
     name = ctypes.c_char_p(os.fsencode(path))
-    return _call(_OPENAT2, ctypes.c_int(_AT_FDCWD), name, ctypes.byref(how), size)
+    return _call(_OPENAT2, ctypes.c_int(directory), name, ctypes.byref(how), size)
 
 
 def rename_new(from_dir: int, from_name: bytes, to_dir: int, to_name: bytes) -> None:

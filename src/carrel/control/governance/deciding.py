@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from carrel.control.operations.call import Call
@@ -46,8 +47,11 @@ class Decider:
     def __init__(self) -> None:
         self._long = asyncio.Semaphore(LONG_DECISIONS)
 
-    async def decide(self, policy: Policy, call: Call, workspace: str | None) -> Verdict:
-        """Return the verdict of a policy on a call. `workspace` is the path of its files on this server."""
+    async def decide(self, policy: Policy, call: Call, workspace: str | None, own_path: str | None = None) -> Verdict:
+        """Return the verdict of a policy on a call. `workspace` is the path of its files on this server, `own_path`
+        their second path in the sandbox.
+        """
+        policy = policy if own_path is None else replace(policy, also_at=own_path)
         if _is_quick(policy, _given(call)):
             with suppress(_WouldBlock):
                 return verdict_of(policy, call, _refuse_to_read)
@@ -148,7 +152,9 @@ def read_below(workspace: str, path: str) -> str | None:
     """Return the text of a small file of a workspace, by its path in the sandbox; None when it cannot be read. Follows
     no link in the tree of the agent.
     """
-    relative = os.path.relpath(os.path.normpath(_absolute(path)), WORKSPACE)
+    absolute = os.path.normpath(_absolute(path))
+    above = workspace if absolute.startswith(f"{workspace}/") else WORKSPACE
+    relative = os.path.relpath(absolute, above)
     if relative.startswith(".."):
         return None
     folder, name = os.path.split(relative)

@@ -128,8 +128,10 @@ class Policies:
             self._shared.put(id(layer), known)
         return known[1]
 
-    async def decide(self, call: Call, workspace: str | None = None) -> Verdict:
-        """Return the verdict on a call. `workspace` is the path of its files on this server."""
+    async def decide(self, call: Call, workspace: str | None = None, own_path: str | None = None) -> Verdict:
+        """Return the verdict on a call. `workspace` is the path of its files on this server, `own_path` their second
+        path in the sandbox.
+        """
         decides = call.operation.decides
         if decides == "nothing":
             return ALLOWED
@@ -138,7 +140,7 @@ class Policies:
         policy = await self.of(call.context_id, call.sandbox_id)
         if not policy.governed and not policy.sources:
             return ALLOWED
-        return await self._decider.decide(policy, call, workspace)
+        return await self._decider.decide(policy, call, workspace, own_path)
 
     async def _decide_variables(self, call: Call) -> Verdict:
         """Decide the variables of a new sandbox like those of a command: every command in it gets them."""

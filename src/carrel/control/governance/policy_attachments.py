@@ -54,7 +54,7 @@ class PolicyMasks(Attachment):
         """
         if not is_agent(record):
             return None
-        return masks_of(await self._policies.of_record(record))
+        return masks_of(await self._policies.of_record(record), record.workspace_path)
 
     async def prepare(self, plan: LaunchPlan, workspace: str) -> LaunchPlan:
         """Add the masks; `Unsupported` where the provider cannot mask."""

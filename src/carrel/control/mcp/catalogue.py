@@ -186,7 +186,7 @@ class McpDiscovery:
 
     def _copy_files(self, session: SessionRecord, own: SessionRecord) -> None:
         driver, source = self._workspaces.driver, self._workspaces.volume(session)
-        if not driver.exists(source):
+        if session.workspace_path is not None or not driver.exists(source):
             return
         picture = f"{PREFIX}{secrets.token_hex(8)}"
         try:

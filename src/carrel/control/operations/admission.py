@@ -100,7 +100,8 @@ class Admission:
 
     async def _decide(self, call: Call) -> Verdict:
         box = self._live.get(call.sandbox_id)
-        verdict = await self._policies.decide(call, None if box is None else box.workspace)
+        places = (None, None) if box is None else (box.workspace, box.record.workspace_path)
+        verdict = await self._policies.decide(call, *places)
         if call.proxy_verdict is None:
             return verdict
         return strictest((call.proxy_verdict, verdict)) or verdict

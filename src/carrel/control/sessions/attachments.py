@@ -101,6 +101,7 @@ class Attachments:
     folders: Attachment
     filespace: Attachment
     masks: Attachment
+    protected_folders: Attachment
     approvals: Attachment
     secrets: Attachment
     egress: Attachment

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pwd
 import stat
 from collections.abc import Sequence
 from dataclasses import replace
@@ -56,6 +57,8 @@ class Folders(Attachment):
             )
         plan.provider.require(Capability.FOLDERS)
         await asyncio.to_thread(self._check, record)
+        if record.workspace_path in {entry.pw_dir for entry in pwd.getpwall()}:
+            return replace(plan, notice="the folder is a home directory: the sandbox sees the keys and logins in it")
         return plan
 
     async def prepare(self, plan: LaunchPlan, workspace: str) -> LaunchPlan:

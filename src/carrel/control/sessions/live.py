@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from blake3 import blake3
 
 from carrel.control.supervisor.client import SupervisorClient
 from carrel.errors import PlatformError
+from carrel.models import SandboxInfo, State
 from carrel.primitives.cache import Cache
 from carrel.providers import Masks
 from carrel.providers.base import Handle, Provider
@@ -23,6 +25,8 @@ ATTACHED_S = 60.0
 """How long an environment that a sandbox has is not looked up again."""
 MOST_ATTACHED = 256
 MOST_STARVED = 1000
+MOST_NAMED = 10
+"""How many contexts on the same folder a notice names."""
 
 
 class LiveSandbox:
@@ -149,6 +153,18 @@ class LiveSandboxes:
         """Return the sandbox with that id or of that context."""
         return self._by_id.get(name) or self._by_id.get(self._by_context.get(name, ""))
 
+    def sharing(self, record: SessionRecord) -> list[str]:
+        """Return the other contexts that work in the folder of a session, in one above it or in one below it."""
+        path = record.workspace_path
+        if path is None:
+            return []
+        others = ((box.record.owner, box.record.workspace_path) for box in self._by_id.values())
+        return sorted(
+            owner
+            for owner, other in others
+            if other is not None and owner != record.owner and os.path.commonpath((path, other)) in {path, other}
+        )
+
     def add(self, box: LiveSandbox) -> None:
         self._by_id[box.record.id] = box
         if box.record.context_id is not None:
@@ -168,6 +184,17 @@ class LiveSandboxes:
             del self._by_id[box.record.id]
             if box.record.context_id is not None:
                 self._by_context.pop(box.record.context_id, None)
+
+
+def info_of(record: SessionRecord, live: LiveSandboxes, last_activity_at: float | None = None) -> SandboxInfo:
+    """Return a session as the API shows it, with a notice if other contexts work in its folder now."""
+    info = record.info(last_activity_at)
+    if record.state is State.RUNNING and (others := live.sharing(record)):
+        shown = ", ".join(f"'{owner}'" for owner in others[:MOST_NAMED])
+        more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+        notice = f"other contexts work in this folder now: {shown}{more}"
+        info.notice = notice if info.notice is None else f"{info.notice}; {notice}"
+    return info
 
 
 class SessionNotes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from carrel.control.operations.call import refusal
 from carrel.errors import InvalidRequest, Unsupported
@@ -28,13 +29,19 @@ _AT_THE_START = (
 )
 
 
-def masks_of(policy: Policy) -> Masks | None:
-    """Return the masks of a policy; None when it needs none."""
+def masks_of(policy: Policy, own_path: str | None = None) -> Masks | None:
+    """Return the masks of a policy; None when it needs none. `own_path` is the second path of the workspace: rules
+    about it are about the workspace.
+    """
     programs = {name: rule for name, rule in _outright(policy) if _unmaskable_program(name) is None}
-    hidden = [text for rule in policy.deny.files_of("read") if unmaskable(text := _path(rule)) is None]
+    denied = {
+        name: [each for rule in policy.deny.files_of(name) for each in _spelled(rule, own_path)]
+        for name in ("read", "write")
+    }
+    hidden = [text for rule in denied["read"] if unmaskable(text := _path(rule)) is None]
     hidden = [text for text in hidden if is_possible(text)]
-    readonly = [place for rule in policy.deny.files_of("write") for place in _inside(rule)]
-    writable = () if f"{WORKSPACE}/**" in readonly else _writable(policy)
+    readonly = [place for rule in denied["write"] for place in _inside(rule)]
+    writable = () if f"{WORKSPACE}/**" in readonly else _writable(policy, own_path)
     if writable == ():
         readonly = []
     if not programs and not hidden and not readonly and writable is None:
@@ -47,6 +54,13 @@ def masks_of(policy: Policy) -> Masks | None:
     names, hiding, keeping = fitting
     refusals = {name: _words(programs[name]) for name in names}
     return Masks(names, hiding, writable, refusals, keeping)
+
+
+def _spelled(rule: Rule, own_path: str | None) -> list[Rule]:
+    """Return a file rule, and what it says about the second path of the workspace as rules about the first."""
+    if own_path is None or rule.path is None:
+        return [rule]
+    return [rule, *(replace(rule, path=path) for path in rule.path.moved(own_path, WORKSPACE))]
 
 
 def hides(masks: Masks | None) -> Callable[[str], bool] | None:
@@ -196,9 +210,9 @@ def _plain(text: str) -> str:
     return re.sub(r"([*?\\])", r"\\\1", text)
 
 
-def _writable(policy: Policy) -> tuple[str, ...] | None:
+def _writable(policy: Policy, own_path: str | None) -> tuple[str, ...] | None:
     """Return the only places of the workspace that may be written; None when all of it may, or no rule is about it."""
-    allowed = list(policy.allow.files_of("write"))
+    allowed = [each for rule in policy.allow.files_of("write") for each in _spelled(rule, own_path)]
     if not allowed:
         return None
     places: list[str] = []

@@ -14,7 +14,7 @@ from dataclasses import replace
 from carrel.config import Settings
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
 from carrel.control.sessions.placement import resolve
-from carrel.errors import Conflict, InvalidRequest
+from carrel.errors import Conflict, InvalidRequest, Unsupported
 from carrel.models import SandboxRequest, State
 from carrel.providers import Masks
 from carrel.providers.base import Capability, FolderMounts, Launch, Provider
@@ -63,7 +63,8 @@ def new_record(
         )
     filespace = request.filespace
     if filespace is None:
-        filespace = existing.filespace if existing else settings.sandbox.filespace and not ephemeral
+        stored = not ephemeral and request.workspace_path is None
+        filespace = existing.filespace if existing else settings.sandbox.filespace and stored
     record = SessionRecord(
         id=existing.id if existing else f"{'eph' if ephemeral else 'sbx'}-{secrets.token_hex(8)}",
         context_id=request.context_id,
@@ -99,7 +100,13 @@ def new_record(
     if request.host_paths is not None:
         record = replace(record, host_paths=tuple(request.host_paths))
     if record.workspace_path is not None:
-        record = replace(record, limits=record.limits.model_copy(update={"disk_mb": None}))
+        if request.limits.disk_mb is not None:
+            raise Unsupported(
+                "the size of a folder of the host cannot be limited",
+                field="limits.disk_mb",
+                hint="leave the limit out, or let carrel store the workspace",
+            )
+        record = replace(record, limits=record.limits.model_copy(update={"disk_mb": None}), notice=None)
     return record, provider
 
 

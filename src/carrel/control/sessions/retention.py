@@ -55,6 +55,8 @@ class WorkspaceRetention:
         if self._ttl_s is None:
             return
         for record in [*await self._store.in_states((State.STOPPED, State.ERROR)), *await self._ended_here()]:
+            if record.workspace_path is not None:
+                continue  # its files are not carrel's to delete
             try:
                 await self._look(record, self._ttl_s)
             except CarrelError as error:  # a failure must not stop the others
@@ -95,7 +97,7 @@ class WorkspaceRetention:
             context, used = record.context_id, record.used_bytes
             if context is None or record.node not in {None, self._workspaces.node}:
                 continue
-            if used is None and await self._workspaces.exists(context):
+            if used is None and record.workspace_path is None and await self._workspaces.exists(context):
                 used = await self._workspaces.usage(record)
                 await self._store.update(record.id, used_bytes=used)
             if used is not None and self._sessions.find_live(context) is None:

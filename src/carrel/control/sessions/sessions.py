@@ -16,7 +16,7 @@ from carrel.control.operations.caller import OWN_WORK, Caller, OwnWork
 from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.leases import Leases
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
-from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
+from carrel.control.sessions.live import LiveSandbox, LiveSandboxes, info_of
 from carrel.control.sessions.request_checks import refuse_differences
 from carrel.control.sessions.starting import Starting
 from carrel.control.workspaces.workspaces import Workspaces
@@ -373,8 +373,10 @@ class Sessions:
             if harvest is not None:
                 await harvest(self._workspaces.path(record))
             await self._workspaces.discard(record)
-        elif started and not kept and here:
+        elif started and here and (not kept or record.workspace_path is not None):
             record, failure = await self._workspaces.keep(record, self._attachments.save)
+            if record.workspace_path is not None and (latest := await self._store.get(record.id)) is not None:
+                record = replace(record, notice=latest.notice)  # paths that were taken away at the end
             if failure is not None and event is Event.STOP:
                 event, error = Event.FAIL, failure
         state = next_state(record.state, event)
@@ -426,7 +428,7 @@ class Sessions:
 
     def _info(self, record: SessionRecord) -> SandboxInfo:
         box = self._live.get(record.id)
-        return record.info(box.last_activity if box else None)
+        return info_of(record, self._live, box.last_activity if box else None)
 
     async def record(self, name: str) -> SessionRecord:
         """Return the record of a session by its id or its context; `NotFound`."""

@@ -18,13 +18,13 @@ from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.sessions.attachments import Attachments, LaunchPlan
 from carrel.control.sessions.leases import Leases
 from carrel.control.sessions.lifecycle import Event, next_state
-from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
+from carrel.control.sessions.live import LiveSandbox, LiveSandboxes, info_of
 from carrel.control.sessions.request_checks import changes, launch, new_record
 from carrel.control.sessions.templates import Templates
 from carrel.control.workspaces.workspaces import Provided, Workspaces
-from carrel.errors import CarrelError, LimitExceeded, PlatformError
+from carrel.errors import CarrelError, Conflict, LimitExceeded, PlatformError
 from carrel.isolation.cgroups import host_memory_mb
-from carrel.models import SandboxInfo, SandboxRequest
+from carrel.models import SandboxInfo, SandboxRequest, State
 from carrel.providers.base import Handle, Provider
 from carrel.store import SessionRecord, SessionStore
 
@@ -83,6 +83,8 @@ class Starting:
         record = replace(record, acts_for=acts_for)
         plan = await self._attachments.plan(LaunchPlan(caller, request, record, previous, provider))
         record = plan.record
+        if record.workspace_path is not None:
+            await self._refuse_other_files(record, previous)
         if len(self._live) + self._under_way >= self._settings.max_sandboxes:
             raise LimitExceeded(
                 f"{self._settings.max_sandboxes} sandboxes run already",
@@ -91,7 +93,7 @@ class Starting:
         if existing is not None:
             record = replace(record, fence=(await self._leases.take(existing)).fence)
         moved = None
-        if previous is not None and previous.node not in {None, node}:
+        if previous is not None and previous.node not in {None, node} and record.workspace_path is None:
             moved = await self._move(record, previous, existing)
         self._under_way += 1
         new = moved is not None and moved.new
@@ -139,7 +141,20 @@ class Starting:
         self._workspaces.metrics.started(
             provider.name, "fresh" if previous is None or previous.forgotten else "resume", seconds
         )
-        return record.info()
+        return info_of(record, self._live)
+
+    async def _refuse_other_files(self, record: SessionRecord, previous: SessionRecord | None) -> None:
+        """Refuse a folder for a context that has files which carrel stores, or whose folder is on another server."""
+        if await self._workspaces.exists(record.context_id or ""):
+            raise Conflict(
+                "this context has files that carrel stores",
+                field="workspace_path",
+                hint="use another context for the folder, or delete the files of this one",
+            )
+        if previous is not None and previous.state is not State.TERMINATED and previous.node != self._leases.node:
+            raise Conflict(
+                f"the folder of this context is on server '{previous.node}'", field="context_id", node=previous.node
+            )
 
     async def _move(self, record: SessionRecord, previous: SessionRecord, existing: SessionRecord | None) -> Provided:
         """Bring the workspace from another server before anything is written: until then that server owns it."""

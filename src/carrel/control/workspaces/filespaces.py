@@ -15,7 +15,7 @@ from carrel.control.operations.operations import Operations
 from carrel.control.sessions.masks import hides
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.filespace_files import FilespaceFiles
-from carrel.control.workspaces.workspaces import cap_bytes
+from carrel.control.workspaces.workspaces import cap_bytes, refuse_folder
 from carrel.errors import Conflict, FileMissing, InvalidPath, LimitExceeded, NotFound
 from carrel.models import FilespaceFile, FilespacePage, SyncDirection, SyncSummary
 from carrel.models import operations as op
@@ -64,6 +64,7 @@ class Filespaces:
                     field="id",
                     hint="make the sandbox with a context_id",
                 )
+            refuse_folder(record, "it is not synced with a filespace")
             box.check_lease()
             masks = await self._masks.of(box.record) if box.masks == "unknown" else box.masks
             done = await self._files.sync(box.record, box.workspace, direction, hides(masks))

@@ -17,7 +17,7 @@ from carrel.control.sessions.attachments import Attachments, Fork
 from carrel.control.sessions.live import SessionNotes
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.snapshot_keeping import context_of
-from carrel.control.workspaces.workspaces import Workspaces, cap_bytes
+from carrel.control.workspaces.workspaces import Workspaces, cap_bytes, refuse_folder
 from carrel.errors import Conflict, NotFound
 from carrel.models import FileChange, FileChanges, SandboxInfo, SandboxRequest, SnapshotInfo, SnapshotPage
 from carrel.models import operations as op
@@ -194,7 +194,9 @@ class Snapshots:
             await self._workspaces.keeping.drop(await self._known(snapshot_id, context))
 
     async def _durable(self, name: str) -> tuple[SessionRecord, str]:
+        """Return a session whose workspace can have snapshots."""
         record = await self._sessions.record(name)
+        refuse_folder(record, "it has no snapshots and cannot be forked")
         return record, context_of(record)
 
     async def _known(self, snapshot_id: str, context: str) -> SnapshotRecord:

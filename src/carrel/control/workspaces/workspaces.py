@@ -382,7 +382,7 @@ def refuse_folder(record: SessionRecord, why: str) -> None:
         raise Unsupported(
             f"the workspace is the folder {record.workspace_path}: {why}",
             field="id",
-            hint="checkpoints are for folders; this is for workspaces that carrel stores",
+            hint="use checkpoints: they keep the states of a folder",
         )
 
 

@@ -107,10 +107,10 @@ def decide_tree(policy: Policy, operation: Operation, path: str, *, surely: bool
         return ALLOWED
     place = normal(path)
     parts, hint = [_file(policy, operation, place)], "name the files and folders in it one by one, without this one"
-    for rule in policy.deny.files_of(operation):
-        if rule.path is None or not rule.path.matches_below(place):
+    for rule, at in ((rule, at) for at in policy.spellings(place) for rule in policy.deny.files_of(operation)):
+        if rule.path is None or not rule.path.matches_below(at):
             continue
-        within = rule.path.fixed == place or rule.path.fixed.startswith(f"{place.rstrip('/')}/")
+        within = rule.path.fixed == at or rule.path.fixed.startswith(f"{at.rstrip('/')}/")
         if within or not surely:
             reason = f"{rule.text} {'denies' if within else 'may deny'} something in {place[:200]}"
             decision: Decision = "deny" if within else "ask"
@@ -259,7 +259,9 @@ def _file(policy: Policy, operation: Operation, path: str) -> VerdictPart:
     if len(path) > MAX_PATH:
         reason = f"the path is longer than {MAX_PATH} characters"
         return VerdictPart("file", f"{operation} {path[:200]}", Verdict("ask", reason, hint="use a shorter path"))
-    denied, allowed = first(policy.deny.file(operation, path)), first(policy.allow.file(operation, path))
+    spellings = policy.spellings(path)
+    denied = first(rule for each in spellings for rule in policy.deny.file(operation, each))
+    allowed = first(rule for each in spellings for rule in policy.allow.file(operation, each))
     verb = {"read": "reading", "write": "writing", "delete": "deleting"}[operation]
     return VerdictPart("file", f"{operation} {path}", _by_rules(denied, allowed, f"{verb} {path[:200]}"))
 

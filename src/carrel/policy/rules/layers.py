@@ -56,6 +56,8 @@ class Policy:
     """Whether any layer has settings. Without settings, everything is allowed that the sources do not refuse."""
     size: int = 0
     """The number of rules."""
+    also_at: str | None = None
+    """A second path of the workspace. A rule about one of the two paths is also about the other."""
 
     @classmethod
     def open(cls) -> Policy:
@@ -89,6 +91,15 @@ class Policy:
                     (allowed if name == "allow" else denied).append(rule)
         warnings = tuple(_warnings(denied, allowed, deny))
         return cls(tuple(layers), allow, deny, warnings, place, governed, len(allowed) + len(denied))
+
+    def spellings(self, path: str) -> tuple[str, ...]:
+        """Return the absolute paths that name the same file as this one."""
+        first, second = self.workspace, self.also_at
+        if first is not None and second is not None and first != second:
+            for here, there in ((first, second), (second, first)):
+                if path == here or path.startswith(f"{here}/"):
+                    return path, there + path[len(here) :]
+        return (path,)
 
     @property
     def sources(self) -> tuple[tuple[str, Sources], ...]:

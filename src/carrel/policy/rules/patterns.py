@@ -5,6 +5,7 @@ Knows nothing of rules or of what the texts mean.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -119,33 +120,43 @@ class PathPattern:
         names = path.strip("/").split("/") if path.strip("/") else []
         places = self._past({0})
         for name in names:
-            stays = {at for at in places if at < len(self.parts) and self.parts[at] is None}
-            fits = {at + 1 for at in places - stays if at < len(self.parts) and self.parts[at].matches(name)}  # type: ignore[union-attr]
-            places = self._past(stays | fits)
+            places = self._past({at if part is None else at + 1 for at, part in self._fitting(places, name)})
         return any(at < len(self.parts) for at in places)
+
+    def moved(self, path: str, to: str) -> list[PathPattern]:
+        """Return patterns that match below `to` what this one matches below `path`."""
+        names = path.strip("/").split("/")
+        places = self._past({0})
+        for name in names:
+            places = self._past({at if part is None else at + 1 for at, part in self._fitting(places, name)})
+        made = tuple(pattern(name) for name in to.strip("/").split("/"))
+        rests = {self.parts[at:] for at in places}
+        return [PathPattern((*made, *rest), _fixed_of((*made, *rest))) for rest in rests]
+
+    def _fitting(self, places: set[int], name: str) -> list[tuple[int, Pattern | None]]:
+        """Return the parts at these positions that match a name."""
+        parts = [(at, self.parts[at]) for at in places if at < len(self.parts)]
+        return [(at, part) for at, part in parts if part is None or part.matches(name)]
 
     def _past(self, places: set[int]) -> set[int]:
         """Add the positions after a `**` that matches no name."""
         return places | {at + 1 for at in places if at < len(self.parts) and self.parts[at] is None}
 
 
+def _fixed_of(parts: Sequence[Pattern | None]) -> str:
+    literals = itertools.takewhile(lambda name: name is not None, (part and part.literal for part in parts))
+    return "/" + "/".join(str(name) for name in literals)
+
+
 def path_pattern(text: str) -> PathPattern:
     """Compile a path pattern. A backslash makes the next character literal."""
     parts: list[Pattern | None] = []
-    fixed: list[str] = []
-    only_fixed = True
     for name, quoted in _names(text):
-        if name == "**" and not any(quoted):
-            only_fixed = False
-            if parts[-1:] != [None]:
-                parts.append(None)
-            continue
-        part = pattern(name, quoted, one=True)
-        only_fixed = only_fixed and part.literal is not None
-        if only_fixed:
-            fixed.append(name)
-        parts.append(part)
-    return PathPattern(tuple(parts), "/" + "/".join(fixed))
+        if name != "**" or any(quoted):
+            parts.append(pattern(name, quoted, one=True))
+        elif parts[-1:] != [None]:
+            parts.append(None)
+    return PathPattern(tuple(parts), _fixed_of(parts))
 
 
 def _names(text: str) -> Iterator[tuple[str, list[bool]]]:

@@ -1,0 +1,246 @@
+"""Takes protected names away that appear in a folder while a sandbox works on it.
+
+Mounts protect what exists when a sandbox starts. What is made later, such as a hook in a new repository, would be used
+outside of the sandbox: so it is renamed as soon as it appears, never deleted. Everything is done by descriptors beneath
+the folder and follows no link: the agent may change the tree at any moment. Blocking; knows paths, not rules.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import unicodedata
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from carrel.isolation.masks import split
+from carrel.isolation.rootfs import WORKSPACE
+from carrel.primitives.inotify import Inotify
+from carrel.primitives.libc import open_without_links, rename_new
+
+HELD = ".held-by-carrel"
+MOST_ENTRIES = 1_000_000
+"""How many entries are looked at in one search of a folder."""
+MOST_WATCHES = 16_384
+_LONGEST_NAME = 255
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_States = frozenset[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A protected path that was taken away, and the path that it has now; both relative to the folder."""
+
+    path: str
+    now: str
+
+
+def fold(name: str) -> str:
+    """Return a name in the form in which file systems and programs that ignore case compare it. Characters that are not
+    shown are left out, as some file systems do.
+    """
+    if name.isascii():
+        return name.lower().rstrip(". ")
+    shown = "".join(letter for letter in name if unicodedata.category(letter) != "Cf")
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", shown).casefold()).rstrip(". ")
+
+
+class ProtectedPaths:
+    """Patterns of paths in a folder. A position in them is a set of states; each name of a path leads to the next."""
+
+    def __init__(self, patterns: Iterable[str]):
+        """`patterns` are those of masks, below `/workspace`; others say nothing about the folder."""
+        found = (split(each) for each in patterns)
+        self._patterns = [
+            tuple(fold(part) if isinstance(part, str) else part for part in parts[1:])
+            for parts in found
+            if parts[:1] == (WORKSPACE[1:],)
+        ]
+        self.start = self._ready({(index, 0) for index in range(len(self._patterns))})
+
+    def __bool__(self) -> bool:
+        return bool(self._patterns)
+
+    def enter(self, states: _States, name: str) -> _States:
+        folded, ahead = fold(name), set()
+        for index, at in states:
+            part = self._patterns[index][at] if at < len(self._patterns[index]) else "/"  # no name
+            if part is None:
+                ahead.add((index, at))
+            elif part == folded if isinstance(part, str) else part(name) or part(folded):
+                ahead.add((index, at + 1))
+        return self._ready(ahead)
+
+    def protects(self, states: _States) -> bool:
+        """Whether a path with these states is protected."""
+        return any(at == len(self._patterns[index]) for index, at in states)
+
+    def leads_on(self, states: _States) -> bool:
+        """Whether these states were reached by a name that a pattern gives, and a protected path may be below.
+
+        Anything but a directory there, such as a link or a `.git` file, would lead the path elsewhere.
+        """
+        return any(
+            0 < at < len(self._patterns[index]) and self._patterns[index][at - 1] is not None for index, at in states
+        )
+
+    def _ready(self, states: set[tuple[int, int]]) -> _States:
+        more = {
+            (index, at + 1)
+            for index, at in states
+            if at < len(self._patterns[index]) and self._patterns[index][at] is None
+        }
+        return frozenset(states | more)
+
+
+@dataclass
+class FolderGuard:
+    """Guards one folder. `known` are the protected paths that mounts protect: nobody inside can have made them."""
+
+    folder: str
+    paths: ProtectedPaths
+    known: set[str] = field(default_factory=set)
+    complete: bool = True
+    """Whether everything could be searched and watched."""
+    count: int = 0
+    newest: tuple[Held, ...] = ()
+    """What was taken away: how many paths, and the last ones."""
+
+    def __post_init__(self) -> None:
+        self._top = open_without_links(self.folder, flags=_DIRECTORY)
+        self._queue: Inotify | None = None
+        self._watched: dict[int, tuple[str, _States]] = {}
+
+    @property
+    def fd(self) -> int:
+        """The descriptor that is readable when names have appeared, once `watch` was called."""
+        assert self._queue is not None
+        return self._queue.fd
+
+    def close(self) -> None:
+        os.close(self._top)
+        if self._queue is not None:
+            self._queue.close()
+
+    def find_known(self) -> None:
+        """Take what is protected now for known: the mounts of a sandbox that just started protect it."""
+        self.known.update(path for path, _ in self._search("", self.paths.start))
+
+    def watch(self) -> list[Held]:
+        """Watch for protected names from now on, and take away those that appeared before."""
+        self._queue = self._queue or Inotify()
+        return self.sweep()
+
+    def sweep(self) -> list[Held]:
+        """Take away every protected path that is not known."""
+        return self._hold(self._search("", self.paths.start))
+
+    def look(self) -> list[Held]:
+        """Take away what has appeared since the last call."""
+        assert self._queue is not None
+        held: list[Held] = []
+        for event in self._queue.read():
+            if not event.name:
+                return [*held, *self.sweep()]
+            place = self._watched.get(event.watch)
+            if place is None:
+                continue
+            above, states = place
+            name = os.fsdecode(event.name)
+            ahead = self.paths.enter(states, name)
+            if ahead:
+                held += self._hold(self._examine(above, name, ahead))
+        return held
+
+    def _search(self, top: str, states: _States) -> Iterable[tuple[str, bool]]:
+        """Yield the protected paths in a directory, watching every directory on the way that may get one."""
+        stack, left = [(top, states)], MOST_ENTRIES
+        while stack:
+            path, states = stack.pop()
+            try:
+                here = open_without_links(path or ".", self._top, _DIRECTORY)
+            except OSError:
+                continue  # gone, or replaced, or closed to this user as well
+            try:
+                self._watch(here, path, states)
+                with os.scandir(here) as found:
+                    for entry in found:
+                        left -= 1
+                        if left < 0:
+                            self.complete = False
+                            return
+                        ahead = self.paths.enter(states, entry.name)
+                        if not ahead:
+                            continue
+                        child = f"{path}/{entry.name}" if path else entry.name
+                        directory = entry.is_dir(follow_symlinks=False)
+                        if self._catches(ahead, entry.name, directory=directory):
+                            yield child, directory
+                        elif directory:
+                            stack.append((child, ahead))
+            finally:
+                os.close(here)
+
+    def _examine(self, above: str, name: str, states: _States) -> Iterable[tuple[str, bool]]:
+        """Yield what is protected of a name that appeared in a directory, or below it."""
+        path = f"{above}/{name}" if above else name
+        try:
+            found = open_without_links(path, self._top, os.O_PATH | os.O_NOFOLLOW)
+        except OSError:
+            directory = False  # a link, or gone by now
+        else:
+            directory = stat.S_ISDIR(os.fstat(found).st_mode)
+            os.close(found)
+        if self._catches(states, name, directory=directory):
+            yield path, directory
+        elif directory:
+            yield from self._search(path, states)
+
+    def _catches(self, states: _States, name: str, *, directory: bool) -> bool:
+        if HELD in name:
+            return False
+        return self.paths.protects(states) or (not directory and self.paths.leads_on(states))
+
+    def _watch(self, directory: int, path: str, states: _States) -> None:
+        if self._queue is None:
+            return
+        if len(self._watched) >= MOST_WATCHES:
+            self.complete = False
+            return
+        try:
+            self._watched[self._queue.watch(directory)] = path, states
+        except OSError:  # the user's watches are used up
+            self.complete = False
+
+    def _hold(self, found: Iterable[tuple[str, bool]]) -> list[Held]:
+        held = []
+        for path, _directory in list(found):
+            if path in self.known:
+                continue
+            above, _, name = path.rpartition("/")
+            with suppress(OSError):  # gone by now
+                here = open_without_links(above or ".", self._top, _DIRECTORY)
+                try:
+                    now = _take_away(here, name)
+                finally:
+                    os.close(here)
+                held.append(Held(path, f"{above}/{now}" if above else now))
+        return held
+
+
+def _take_away(directory: int, name: str) -> str:
+    """Rename an entry to a name that nobody uses; return it."""
+    for number in range(100):
+        now = _held_name(name, f"{HELD}-{number}" if number else HELD)
+        with suppress(FileExistsError):
+            rename_new(directory, os.fsencode(name), directory, os.fsencode(now))
+            return now
+    now = _held_name(name, f"{HELD}-{os.urandom(8).hex()}")
+    rename_new(directory, os.fsencode(name), directory, os.fsencode(now))
+    return now
+
+
+def _held_name(name: str, ending: str) -> str:
+    short = os.fsencode(name)[: _LONGEST_NAME - len(ending)]
+    return os.fsdecode(short) + ending
