@@ -39,7 +39,10 @@ def shelf(tmp_path):
 async def harness(request, directories, shelf):
     run_dir, workspaces = directories
     shared = {"/envs": shelf.path}
-    harness = Harness(lambda: PROVIDERS[request.param](run_dir, workspaces, shared), workspaces_in(workspaces))
+    harness = Harness(
+        lambda: PROVIDERS[request.param](run_dir, workspaces, shared, folder_roots=(workspaces,)),
+        workspaces_in(workspaces),
+    )
     if (missing := harness.provider.missing()) is not None:
         pytest.skip(missing)
     yield harness
@@ -59,6 +62,7 @@ def test_known_gaps_of_each_provider(directories):
     }
     assert not set(gaps["namespace"]) - {
         Capability.ENVIRONMENTS,  # where the server shares none
+        Capability.FOLDERS,  # where the operator lists no roots
         Capability.LIMIT_CPUS,
         Capability.NETWORK_ALLOWLIST,
         Capability.NETWORK_BRIDGE,

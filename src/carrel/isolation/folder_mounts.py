@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 from carrel.isolation import linux, rootfs
 
@@ -68,7 +69,8 @@ def attach(root: str, own_path: str, mounts: Sequence[tuple[str, int]], covered:
         if target in {"", rootfs.WORKSPACE}:
             continue
         directory = tree < 0 or stat.S_ISDIR(os.fstat(tree).st_mode)
-        place = _make(root, target, directory=directory)
+        with _as_agent() if target.startswith(f"{rootfs.HOME}/") else nullcontext():
+            place = _make(root, target, directory=directory)
         try:
             if tree >= 0:
                 linux.move_mount(tree, place)
@@ -111,6 +113,21 @@ def _make(root: str, target: str, *, directory: bool) -> int:
     return here
 
 
+@contextmanager
+def _as_agent() -> Iterator[None]:
+    """Act as the agent for a while: the kept home knows no other user."""
+    if os.geteuid() != 0:  # in a sandbox of an ordinary user there is nobody else
+        yield
+        return
+    os.setegid(rootfs.SANDBOX_UID)
+    os.seteuid(rootfs.SANDBOX_UID)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+
+
 def _step(parent: int, name: str, *, directory: bool) -> int:
     try:
         return os.open(name, _WAY, dir_fd=parent)
@@ -119,6 +136,4 @@ def _step(parent: int, name: str, *, directory: bool) -> int:
             os.mkdir(name, 0o755, dir_fd=parent)
         else:
             os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644, dir_fd=parent))
-        if os.fstat(parent).st_uid == rootfs.SANDBOX_UID:  # in the agent's own home
-            os.chown(name, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, dir_fd=parent, follow_symlinks=False)
         return os.open(name, _WAY, dir_fd=parent)

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from carrel.errors import CarrelError
 from carrel.models import CommandResult
 from carrel.providers import Capability, Masks
+from carrel.providers.base import FolderMounts, HostMount
 from carrel.testing.checks import check
 from carrel.testing.harness import Harness
 
@@ -441,3 +442,28 @@ async def environments_are_shared(harness: Harness) -> None:
         _said(await box.run("test -d /envs && echo there"), "there\n")
         for attempt in ("ls /envs", "touch /envs/x", "mkdir /envs/x", "chmod 777 /envs"):
             assert (await box.run(attempt)).exit_code != 0, attempt
+
+
+# folders
+
+
+def _mount(source: str, target: str) -> HostMount:
+    found = os.stat(source)
+    return HostMount(source, target, (found.st_dev, found.st_ino))
+
+
+@check(Capability.FOLDERS)
+async def works_on_a_folder_in_place(harness: Harness) -> None:
+    """A folder is the workspace, at its own path too; the home is kept; what is read-only cannot be written."""
+    path, home, extra = (os.path.realpath(harness.workspace()) for _ in range(3))
+    folder = FolderMounts(_mount(path, path), _mount(home, "/home/agent"), (_mount(extra, "/home/agent/extra"),))
+    async with harness.sandbox(path, folder=folder) as box:
+        _said(await box.run("pwd; touch here /workspace/there ~/kept; ls"), f"{path}\nhere\nthere\n")
+        _said(
+            await box.run("touch ~/extra/x 2>/dev/null || echo no; ls -A ..", cwd=path),
+            f"no\n{os.path.basename(path)}\n",
+        )
+    assert sorted(os.listdir(path)) == ["here", "there"]
+    assert sorted(os.listdir(home)) == ["extra", "kept"] and not os.listdir(extra)
+    owners = {os.stat(os.path.join(path, name)).st_uid for name in ("here", "there")}
+    assert owners == {os.stat(path).st_uid}, "files that are made in the folder belong to its owner"
