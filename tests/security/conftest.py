@@ -31,8 +31,12 @@ from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable,
 
 from carrel.client import Sandbox
 from carrel.models import CommandResult
+from carrel.primitives.trees import remove_tree
 
 HERE = Path(__file__).parents[1] / "support"
+FOLDERS = {"sandbox.folder_roots": os.path.realpath(tempfile.gettempdir())}
+IN_FOLDERS = {"test_host_files": "root in a folder", "test_mounts": "user in a folder"}
+"""Modules whose attacks are also made from a sandbox that works on a folder of the host."""
 
 # things of the host
 
@@ -160,13 +164,13 @@ def serve() -> Callable[..., contextlib.AbstractContextManager[Server]]:
 def root_server() -> Iterator[Server]:
     if not ROOT:
         pytest.skip("the server as root: the tests do not run as root")
-    with serving(user=False) as server:
+    with serving(user=False, options=FOLDERS) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def user_server() -> Iterator[Server]:
-    with serving(user=True) as server:
+    with serving(user=True, options=FOLDERS) as server:
         yield server
 
 
@@ -211,6 +215,8 @@ class Attacker:
     def __init__(self, setting: str, server: Server, host: Host):
         self.setting = setting
         self.sealed = setting != "process"
+        self.in_folder = setting.endswith("in a folder")
+        self._folders: list[Path] = []
         self.network: str | None = None
         self.server = server
         self.host = host
@@ -230,9 +236,21 @@ class Attacker:
             options |= {"provider": "process", "trust": "high", "network": "host"}
         elif self.network is not None:
             options.setdefault("network", self.network)
+        if self.in_folder:
+            context_id = context_id or f"folder-{secrets.token_hex(6)}"
+            options["workspace_path"] = str(self.folder())
         opened = self.server.client.sandbox(context_id, **options)
         self._opened.append(opened)
         return opened
+
+    def folder(self) -> Path:
+        """A folder of the host that belongs to an ordinary user."""
+        path = Path(os.path.realpath(tempfile.mkdtemp(prefix="carrel-folder-")))
+        path.chmod(0o755)
+        if ROOT:
+            os.chown(path, USER, USER)
+        self._folders.append(path)
+        return path
 
     def with_limits(self, **limits: float) -> Sandbox:
         """The attacker's own sandbox, with these limits."""
@@ -288,11 +306,13 @@ inside.perform({attack.__name__}, {arguments!r})
 
     def close(self) -> None:
         for opened in self._opened:
-            opened.terminate(reason="end of the test")
+            opened.terminate(reason="end of the test", delete_files=bool(self._folders))
+        for folder in self._folders:
+            remove_tree(str(folder))
 
 
 def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
-    server = request.getfixturevalue("root_server" if setting == "root" else "user_server")
+    server = request.getfixturevalue("root_server" if setting.startswith("root") else "user_server")
     attacker = Attacker(setting, server, host)
     try:
         yield attacker
@@ -300,13 +320,21 @@ def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Itera
         attacker.close()
 
 
-@pytest.fixture(params=["root", "user"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The settings of attacks: those of a few modules are also made in a folder of the host."""
+    more = [IN_FOLDERS[metafunc.module.__name__]] if metafunc.module.__name__ in IN_FOLDERS else []
+    for name, settings in {"attacker": ["root", "user"], "compared": ["root", "user", "process"]}.items():
+        if name in metafunc.fixturenames:
+            metafunc.parametrize(name, [*settings, *more], indirect=True)
+
+
+@pytest.fixture
 def attacker(request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
     """In a sandbox of the namespace provider: every attack must fail."""
     yield from _attacker(request.param, request, host)
 
 
-@pytest.fixture(params=["root", "user", "process"])
+@pytest.fixture
 def compared(request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
     """As `attacker`, and also with no isolation at all, where the same attack must succeed."""
     yield from _attacker(request.param, request, host)

@@ -85,7 +85,7 @@ def _open(path: str, identity: object, *, read_only: bool) -> int:
     try:
         status = os.fstat(found)
         if [status.st_dev, status.st_ino] != identity:
-            raise OSError("it was replaced by another file meanwhile")
+            raise OSError("it was replaced meanwhile, or a file system was mounted there after the server started")
         tree = linux.open_tree("", dir_fd=found, recursive=stat.S_ISDIR(status.st_mode))
     finally:
         os.close(found)

@@ -1,0 +1,307 @@
+"""Attacks from a sandbox that works on a folder of the host: out of the folder, and on its owner, who will use it later.
+
+The owner uses the folder outside of the sandbox afterwards. So nothing may be left in it that a tool runs by itself.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.nesting import give
+from tests.support.servers import ROOT, USER
+
+from carrel.client import Sandbox
+from carrel.errors import PlatformError
+
+PROTECTED = (
+    ".git/hooks", ".git/config", ".git/commondir", ".git/config.worktree", ".git/modules/**/config",
+    ".git/modules/**/hooks", ".vscode", ".idea", ".github/workflows", ".gitlab-ci.yml", ".husky", ".envrc",
+)  # fmt: skip
+
+
+class Ground:
+    """A folder with a repository, and a sandbox in it that may change everything but what is protected."""
+
+    def __init__(self, attacker, folder: Path):
+        self.folder = folder
+        self.context = f"folder-{folder.name}"
+        self._attacker = attacker
+        deny = [f"file(write:${{WORKSPACE}}/{path})" for path in PROTECTED]
+        deny += [f"file(write:/**/.git/{name})" for name in ("hooks", "config")]
+        allow = [
+            "file(write:/workspace/**)",
+            "file(delete:/workspace/**)",
+            "file(read:/**)",
+            "shell(/usr/bin/python3:*)",
+        ]
+        policy = attacker.server.client.policy(self.context)
+        policy.put(settings={"permissions": {"allow": allow, "deny": deny}})
+        self.box: Sandbox = attacker.another(self.context, workspace_path=str(folder))
+
+    def run(self, attack: Callable[..., object], **arguments: object) -> object:
+        return self._attacker.run(attack, box=self.box, folder=str(self.folder), **arguments)
+
+    def end(self) -> None:
+        self.box.stop()
+
+    def used_by_the_owner(self, marker: Path) -> bool:
+        """Whether anything of the agent's ran when the owner worked in the folder."""
+        commands = (["git", "status"], ["git", "submodule", "status"], ["git", "commit", "--allow-empty", "-m", "x"])
+        for command in commands:
+            environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "GIT_CONFIG_NOSYSTEM": "1"}
+            name = ["-c", "user.name=o", "-c", "user.email=o@example.org", "-c", "safe.directory=*"]
+            done = [command[0], *name, *command[1:]]
+            subprocess.run(done, cwd=self.folder, env=environment, capture_output=True, check=False)
+        return marker.exists()
+
+
+@pytest.fixture
+def ground(attacker) -> Iterator[Callable[..., Ground]]:
+    def start(fill: Callable[[Path], object] = lambda folder: None) -> Ground:
+        folder = attacker.folder()
+        fill(folder)
+        if ROOT:
+            give(folder, USER)
+        return Ground(attacker, folder)
+
+    yield start
+
+
+def repository(folder: Path) -> None:
+    subprocess.run(["git", "init", "-q", str(folder)], check=True)
+    (folder / ".git" / "hooks").mkdir(exist_ok=True)
+    (folder / ".vscode").mkdir()
+    (folder / ".vscode" / "tasks.json").write_text("{}")
+
+
+def test_links_out_of_the_folder_lead_nowhere(ground, attacker):
+    """Links that the owner has in the folder, and links that the agent makes, show nothing of the host."""
+
+    def fill(folder):
+        os.symlink(attacker.host.secret, folder / "owners")
+        os.symlink(os.path.dirname(attacker.host.secret), folder / "directory")
+
+    def attack(folder, secret, token):
+        import os
+
+        up = "../" * 20
+        os.symlink(up + secret, "agents")
+        for path in (
+            "owners",
+            "directory/secret",
+            "agents",
+            f"{folder}/owners",
+            f"{folder}/{up}{secret}",
+            "/proc/1/cwd/owners",
+        ):
+            try:
+                if token in open(path).read():
+                    return path
+            except OSError:
+                continue
+        return None
+
+    here = ground(fill)
+    attacker.expect(here.run(attack, secret=attacker.host.secret, token=attacker.host.token))
+    for path in ("owners", "directory/secret"):
+        with pytest.raises(Exception, match=r"leaves the workspace|symlink"):
+            here.box.files.read(path)
+
+
+def test_protected_paths_of_a_repository(ground, attacker, tmp_path):
+    """Plant a hook, a setting or a task for later in a repository that exists: at both paths, by links, renames, other
+    names and forms of names.
+    """
+
+    def attack(folder, marker):
+        import contextlib
+        import os
+        import shutil
+
+        script, config = f"#!/bin/sh\ntouch {marker}\n", f"[core]\n\tfsmonitor = touch {marker}\n\thooksPath = evil\n"
+        os.makedirs("evil/hooks", exist_ok=True)
+        for name in ("evil/pre-commit", "evil/hooks/pre-commit", "evil/config"):
+            with open(name, "w") as file:
+                file.write(config if name.endswith("config") else script)
+            os.chmod(name, 0o755)
+
+        def tries(top):
+            yield lambda: open(f"{top}/.git/hooks/pre-commit", "w").write(script)
+            yield lambda: open(f"{top}/.git/config", "a").write(config)
+            yield lambda: os.rename("evil/config", f"{top}/.git/config")
+            yield lambda: os.link("evil/config", f"{top}/.git/hooks/x")
+            yield lambda: os.rename(f"{top}/.git", f"{top}/git2")
+            yield lambda: os.rename(f"{top}/.git/hooks", f"{top}/.git/h")
+            yield lambda: shutil.rmtree(f"{top}/.git/hooks")
+            yield lambda: os.symlink("../evil", f"{top}/.git/hooks2")
+            yield lambda: os.rename(f"{top}/.git/hooks2", f"{top}/.git/hooks")
+            yield lambda: open(f"{top}/.git/commondir", "w").write("../evil")
+            yield lambda: open(f"{top}/.git/COMMONDIR", "w").write("../evil")
+            yield lambda: os.makedirs(f"{top}/.\uff47it/hooks")  # a wide g
+            yield lambda: os.makedirs(f"{top}/.g\u200cit/Hooks")  # with a character that is not shown
+            yield lambda: open(f"{top}/.vscode/tasks.json", "w").write("evil")
+            yield lambda: os.rename(f"{top}/.vscode", f"{top}/vs")
+            yield lambda: os.chmod(f"{top}/.git/config", 0o777)
+            yield lambda: os.truncate(f"{top}/.git/config", 0)
+
+        for top in ("/workspace", folder):
+            for attempt in tries(top):
+                with contextlib.suppress(OSError):
+                    attempt()
+
+    here = ground(repository)
+    before = (here.folder / ".git" / "config").read_bytes()
+    marker = here.folder / "ran"
+    here.run(attack, marker=str(marker))
+    here.end()
+    assert (here.folder / ".git" / "config").read_bytes() == before
+    assert (here.folder / ".vscode" / "tasks.json").read_text() == "{}"
+    assert not (here.folder / ".git" / "hooks" / "pre-commit").exists()
+    assert not (here.folder / ".git" / "commondir").exists()
+    assert not here.used_by_the_owner(marker), "BREACH: the owner's git ran what the agent left"
+
+
+@pytest.mark.parametrize("how", ["git directory", "git file", "git link", "moved", "submodule", "settings"])
+def test_what_is_planted_for_later_is_taken_away(ground, attacker, how):
+    """Make a repository, or settings of tools, that would run something when the owner works in the folder."""
+
+    def attack(folder, marker, how):
+        import os
+        import subprocess
+
+        def repository(path):
+            subprocess.run(["git", "init", "-q", path], check=True)
+            with open(f"{path}/.git/config", "a") as file:
+                file.write(f"[core]\n\tfsmonitor = touch {marker}\n")
+            os.makedirs(f"{path}/.git/hooks", exist_ok=True)
+            with open(f"{path}/.git/hooks/pre-commit", "w") as file:
+                file.write(f"#!/bin/sh\ntouch {marker}\n")
+            os.chmod(f"{path}/.git/hooks/pre-commit", 0o755)
+
+        try:
+            if how == "git directory":
+                repository(".")
+            elif how == "moved":
+                repository("/tmp/made")
+                subprocess.run(["cp", "-r", "/tmp/made/.git", "copy"], check=True)
+                os.rename("copy", ".git")
+            elif how == "git file":
+                repository("evil")
+                os.rename("evil/.git", "store")
+                open(".git", "w").write("gitdir: store\n")
+            elif how == "git link":
+                repository("evil")
+                os.rename("evil/.git", "store")
+                os.symlink("store", ".git")
+            elif how == "submodule":
+                os.makedirs("sub")
+                repository("/tmp/sub")
+                subprocess.run(["cp", "-r", "/tmp/sub/.git", "sub/.git"], check=True)
+            else:
+                os.makedirs(".github/workflows")
+                open(".github/workflows/evil.yml", "w").write("on: push\n")
+                os.makedirs(".Vscode")
+                open(".Vscode/tasks.json", "w").write("{}")
+                open(".envrc", "w").write("evil")
+        except (OSError, subprocess.CalledProcessError):
+            return  # it was taken away while it was made
+
+    here = ground(
+        lambda folder: subprocess.run(["git", "init", "-q", str(folder)], check=True) if how == "submodule" else None
+    )
+    marker = here.folder / "ran"
+    here.run(attack, marker=str(marker), how=how)
+    here.end()
+    assert not here.used_by_the_owner(marker), "BREACH: the owner's git ran what the agent left"
+    left = {path.relative_to(here.folder).as_posix().lower() for path in here.folder.rglob("*")}
+    assert not left & {
+        ".envrc",
+        ".vscode",
+        ".vscode/tasks.json",
+        ".github/workflows",
+        "sub/.git/config",
+        "sub/.git/hooks",
+    }
+    if how != "submodule":
+        assert not left & {".git/config", ".git/hooks"}
+
+
+@pytest.mark.skipif(not ROOT, reason="mounts file systems")
+def test_a_folder_with_mounts_shows_what_is_mounted(ground, attacker, mounted):
+    """A folder that is a mount point, with another one in it: what the mounts hide stays hidden."""
+
+    def attack(folder):
+        import os
+
+        names = sorted(name for _, folders, files in os.walk(folder) for name in (*folders, *files))
+        open("made", "w").close()
+        open("inner/made", "w").close()
+        return names
+
+    def fill(folder):
+        (folder / "hidden").write_text("x")
+        mounted(folder)
+        (folder / "outer").write_text("x")
+        (folder / "inner").mkdir()
+        (folder / "inner" / "hidden").write_text("x")
+        mounted(folder / "inner")
+        (folder / "inner" / "seen").write_text("x")
+
+    try:
+        here = ground(fill)
+    except PlatformError as error:  # an ordinary user's server does not see mounts that a host does not pass on
+        assert attacker.setting == "user"
+        assert "mounted there after the server started" in error.detail
+        return
+    assert here.run(attack) == ["inner", "outer", "seen"]
+    assert (here.folder / "made").stat().st_uid == (here.folder / "inner" / "made").stat().st_uid == USER
+
+
+@pytest.fixture
+def mounted() -> Iterator[Callable[[Path], None]]:
+    points: list[Path] = []
+
+    def mount(point: Path) -> None:
+        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(point)], check=True)
+        points.append(point)
+
+    yield mount
+    for point in reversed(points):
+        deadline = time.monotonic() + 20
+        while subprocess.run(["umount", str(point)], capture_output=True, check=False).returncode:
+            assert time.monotonic() < deadline, f"{point} is busy"
+            time.sleep(0.02)
+
+
+def test_a_mount_inside_is_not_seen_outside(ground):
+    """The masks of a sandbox are its own: they do not appear on the host."""
+    here = ground(repository)
+    mounts = Path("/proc/self/mountinfo").read_text()
+    assert str(here.folder) not in mounts
+    (here.folder / ".git" / "config").write_text("the owner may change it")
+
+
+def test_homes_of_other_contexts(ground, attacker):
+    """Reach the kept home of another context, or its folder."""
+
+    def attack(folder, other, token):
+        import os
+
+        for path in (other, "../" + os.path.basename(other), f"/proc/1/root{other}", "/home/agent/../../homes", "/tmp"):
+            try:
+                for top, _folders, files in os.walk(path):
+                    for name in files:
+                        if token in open(f"{top}/{name}", errors="replace").read():
+                            return f"{top}/{name}"
+            except OSError:
+                continue
+        return None
+
+    neighbour, here = ground(lambda folder: (folder / "secret").write_text(attacker.host.token)), ground()
+    neighbour.box.commands.run(["/usr/bin/python3", "-c", f"open('/home/agent/s','w').write({attacker.host.token!r})"])
+    attacker.expect(here.run(attack, other=str(neighbour.folder), token=attacker.host.token))
