@@ -49,14 +49,14 @@ class Ground:
     def end(self) -> None:
         self.box.stop()
 
-    def used_by_the_owner(self, marker: Path) -> bool:
-        """Whether anything of the agent's ran when the owner worked in the folder."""
+    def used_by_the_owner(self, marker: Path, below: str = "") -> bool:
+        """Whether anything of the agent's ran when the owner worked in the folder, or in one below it."""
         commands = (["git", "status"], ["git", "submodule", "status"], ["git", "commit", "--allow-empty", "-m", "x"])
         for command in commands:
             environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder), "GIT_CONFIG_NOSYSTEM": "1"}
             name = ["-c", "user.name=o", "-c", "user.email=o@example.org", "-c", "safe.directory=*"]
             done = [command[0], *name, *command[1:]]
-            subprocess.run(done, cwd=self.folder, env=environment, capture_output=True, check=False)
+            subprocess.run(done, cwd=self.folder / below, env=environment, capture_output=True, check=False)
         return marker.exists()
 
 
@@ -166,11 +166,13 @@ def test_protected_paths_of_a_repository(ground, attacker, tmp_path):
     assert not here.used_by_the_owner(marker), "BREACH: the owner's git ran what the agent left"
 
 
-@pytest.mark.parametrize("how", ["git directory", "git file", "git link", "moved", "submodule", "settings"])
-def test_what_is_planted_for_later_is_taken_away(ground, attacker, how):
-    """Make a repository, or settings of tools, that would run something when the owner works in the folder."""
+def test_what_is_planted_for_later_is_taken_away(ground):
+    """Make repositories and settings of tools that would run something when the owner works in the folder: a `.git`
+    directory, one that is moved in, a `.git` file, a link, a submodule, and names in other forms.
+    """
 
-    def attack(folder, marker, how):
+    def attack(folder, marker):
+        import contextlib
         import os
         import subprocess
 
@@ -183,52 +185,47 @@ def test_what_is_planted_for_later_is_taken_away(ground, attacker, how):
                 file.write(f"#!/bin/sh\ntouch {marker}\n")
             os.chmod(f"{path}/.git/hooks/pre-commit", 0o755)
 
-        try:
-            if how == "git directory":
-                repository(".")
-            elif how == "moved":
-                repository("/tmp/made")
-                subprocess.run(["cp", "-r", "/tmp/made/.git", "copy"], check=True)
-                os.rename("copy", ".git")
-            elif how == "git file":
-                repository("evil")
-                os.rename("evil/.git", "store")
-                open(".git", "w").write("gitdir: store\n")
-            elif how == "git link":
-                repository("evil")
-                os.rename("evil/.git", "store")
-                os.symlink("store", ".git")
-            elif how == "submodule":
-                os.makedirs("sub")
-                repository("/tmp/sub")
-                subprocess.run(["cp", "-r", "/tmp/sub/.git", "sub/.git"], check=True)
-            else:
-                os.makedirs(".github/workflows")
-                open(".github/workflows/evil.yml", "w").write("on: push\n")
-                os.makedirs(".Vscode")
-                open(".Vscode/tasks.json", "w").write("{}")
-                open(".envrc", "w").write("evil")
-        except (OSError, subprocess.CalledProcessError):
-            return  # it was taken away while it was made
+        def copied(target):
+            subprocess.run(["cp", "-r", "/tmp/made/.git", target], check=True)
 
-    here = ground(
-        lambda folder: subprocess.run(["git", "init", "-q", str(folder)], check=True) if how == "submodule" else None
-    )
+        def moved():
+            os.makedirs("moved")
+            copied("moved/copy")
+            os.rename("moved/copy", "moved/.git")
+
+        def by_file():
+            os.makedirs("file")
+            copied("file/store")
+            open("file/.git", "w").write("gitdir: store\n")
+
+        def by_link():
+            os.makedirs("link")
+            copied("link/store")
+            os.symlink("store", "link/.git")
+
+        def settings():
+            os.makedirs(".github/workflows")
+            open(".github/workflows/evil.yml", "w").write("on: push\n")
+            os.makedirs(".Vscode")
+            open(".Vscode/tasks.json", "w").write("{}")
+            open(".envrc", "w").write("evil")
+
+        repository("/tmp/made")
+        for plant in (lambda: repository("."), lambda: repository("below"), moved, by_file, by_link, settings):
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):  # it is taken away while it is made
+                plant()
+
+    here = ground()
     marker = here.folder / "ran"
-    here.run(attack, marker=str(marker), how=how)
+    here.run(attack, marker=str(marker))
     here.end()
-    assert not here.used_by_the_owner(marker), "BREACH: the owner's git ran what the agent left"
+    for name in ("", "below", "moved", "file", "link"):
+        assert not here.used_by_the_owner(marker, name), f"BREACH: the owner's git in {name!r} ran what the agent left"
     left = {path.relative_to(here.folder).as_posix().lower() for path in here.folder.rglob("*")}
-    assert not left & {
-        ".envrc",
-        ".vscode",
-        ".vscode/tasks.json",
-        ".github/workflows",
-        "sub/.git/config",
-        "sub/.git/hooks",
-    }
-    if how != "submodule":
-        assert not left & {".git/config", ".git/hooks"}
+    places = ("", "below/", "moved/")
+    protected = {f"{place}.git/{name}" for place in places for name in ("config", "hooks")}
+    assert not left & {".envrc", ".vscode", ".github/workflows", "file/.git", "link/.git", *protected}
+    assert (here.folder / ".git" / "hooks.held-by-carrel" / "pre-commit").exists(), "the agent made it, and it is kept"
 
 
 @pytest.mark.skipif(not ROOT, reason="mounts file systems")

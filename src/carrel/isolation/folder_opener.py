@@ -16,11 +16,12 @@ import traceback
 from collections.abc import Callable
 
 from carrel.isolation import linux
-from carrel.primitives.libc import open_without_links
+from carrel.primitives import libc
 
-MAX_REQUEST = 16 * 1024
+MAX_REQUEST = 256 * 1024
 DEADLINE_S = 10
-"""How long one folder may take: it may be on a file system that does not answer."""
+"""How long one request may take: a folder may be on a file system that does not answer."""
+WORKERS = 2
 
 
 def start(enter: Callable[[], None]) -> socket.socket:
@@ -33,7 +34,6 @@ def start(enter: Callable[[], None]) -> socket.socket:
         try:
             linux.close_all_but({0, 1, 2, theirs.fileno()})
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the forks below
             enter()
             theirs.send(b"ready")
             _serve(theirs)
@@ -48,32 +48,50 @@ def start(enter: Callable[[], None]) -> socket.socket:
 
 
 def request(opener: socket.socket, body: dict[str, object], answers: int) -> None:
-    """Ask for a folder. The answer goes to the socket `answers`: an empty text and the mount, or the error."""
+    """Ask for mounts. The answer goes to the socket `answers`: all of them in the same order, or the error."""
     socket.send_fds(opener, [json.dumps(body).encode()], [answers])
 
 
 def _serve(requests: socket.socket) -> None:
-    while True:
-        message, fds, _flags, _address = socket.recv_fds(requests, MAX_REQUEST, 1)
-        if not message:
-            return
-        # A fork for each: a file system that does not answer keeps nobody else waiting.
-        if os.fork() == 0:
-            requests.close()
-            signal.alarm(DEADLINE_S)
-            _answer(json.loads(message), socket.socket(fileno=fds[0]))
-            os._exit(0)
-        for descriptor in fds:
-            os.close(descriptor)
+    """Keep two workers: one that waits for a file system which does not answer keeps nobody else waiting."""
+    running = {_start_worker(requests) for _ in range(WORKERS)}
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        if status != 0:  # it took too long
+            running.add(_start_worker(requests))
+
+
+def _start_worker(requests: socket.socket) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            libc.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)
+            while True:
+                message, fds, _flags, _address = socket.recv_fds(requests, MAX_REQUEST, 1)
+                if not message:
+                    os._exit(0)  # the zygote is gone
+                signal.alarm(DEADLINE_S)
+                with socket.socket(fileno=fds[0]) as answers:
+                    _answer(json.loads(message), answers)
+                signal.alarm(0)
+        finally:
+            os._exit(1)
+    return pid
 
 
 def _answer(body: dict[str, object], answers: socket.socket) -> None:
+    trees, path = [], ""
     try:
-        tree = _open(str(body["path"]), body["identity"], read_only=bool(body["read_only"]))
-    except (OSError, KeyError) as error:
-        answers.send((getattr(error, "strerror", None) or str(error)).encode()[:2000] or b"unknown")
-        return
-    socket.send_fds(answers, [b"{}"], [tree])
+        for path, identity, read_only in body["mounts"]:  # type: ignore[attr-defined]
+            trees.append(_open(path, identity, read_only=read_only))
+    except OSError as error:
+        answers.send(f"{path} cannot be mounted: {error.strerror or error}".encode(errors="replace")[:4000])
+    else:
+        socket.send_fds(answers, [b"ok"], trees)
+    finally:
+        for tree in trees:
+            os.close(tree)
 
 
 def _open(path: str, identity: object, *, read_only: bool) -> int:
@@ -81,7 +99,7 @@ def _open(path: str, identity: object, *, read_only: bool) -> int:
 
     With all mounts below it, because a copy without them would show files that are hidden under them.
     """
-    found = open_without_links(path)
+    found = libc.open_without_links(path)
     try:
         status = os.fstat(found)
         if [status.st_dev, status.st_ino] != identity:

@@ -231,8 +231,7 @@ class SandboxForker:
         try:
             if self._isolate:
                 self.cgroups.limit(child.group, spec.memory_mb, spec.cpus)
-                for tree in more:
-                    self._map_owner(tree, child.slot)
+                self._map_owners(more, child)
                 mount = more.pop(0) if spec.folder else self._volume_mount(spec.workspace, child.pid)
                 fds += [mount, *([plan] if plan >= 0 else []), *more]
             socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds)
@@ -240,25 +239,35 @@ class SandboxForker:
             if not spec.folder:
                 _close(mount)
 
-    def _map_owner(self, tree: int, slot: int) -> None:
-        """Make the owner of a folder of the host the agent in one sandbox, and the other way round. The files of others
-        belong to nobody there. An ordinary user's sandbox has that owner already.
+    def _map_owners(self, trees: Sequence[int], child: Child) -> None:
+        """Make the owner of each folder of the host the agent in one sandbox, and the other way round. The files of
+        others belong to nobody there. An ordinary user's sandbox has that owner already.
         """
         if self._ids is None:
             return
-        found = os.fstat(tree)
-        agent = ids.agent(slot, idmap=self._idmap)
-        users = linux.user_namespace(f"{found.st_uid} {agent} 1\n", f"{found.st_gid} {agent} 1\n")
+        agent = ids.agent(child.slot, idmap=self._idmap)
+        namespaces: dict[tuple[int, int], int] = {}
         try:
-            linux.set_mount_attributes(tree, linux.MOUNT_ATTR_IDMAP, users, recursive=True)
-        except OSError as error:
-            if (found.st_uid, found.st_gid) != (agent, agent):
-                raise PlatformError(
-                    "the owner of the folder cannot be mapped: its file system, or one mounted in it, has no idmapped "
-                    f"mounts ({error.strerror})"
-                ) from error
+            if self._idmap:  # in the namespace of the sandbox itself, the user with the agent's id is the agent
+                own = os.open(f"/proc/{child.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+                namespaces[rootfs.SANDBOX_UID, rootfs.SANDBOX_UID] = own
+            for tree in trees:
+                found = os.fstat(tree)
+                owner = found.st_uid, found.st_gid
+                if owner not in namespaces:
+                    users, groups = (f"{each} {agent} 1\n" for each in owner)
+                    namespaces[owner] = linux.user_namespace(users, groups)
+                try:
+                    linux.set_mount_attributes(tree, linux.MOUNT_ATTR_IDMAP, namespaces[owner], recursive=True)
+                except OSError as error:
+                    if owner != (agent, agent):
+                        raise PlatformError(
+                            "the owner of a folder cannot be mapped: its file system, or one mounted in it, has "
+                            f"no idmapped mounts ({error.strerror})"
+                        ) from error
         finally:
-            os.close(users)
+            for users_fd in namespaces.values():
+                os.close(users_fd)
 
     def _mask_plan(self, masks: int) -> int:
         if self._covers is None:

@@ -294,10 +294,17 @@ def _walk(
             listing = os.scandir(path)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             continue  # the agent cannot read it either
+        names = _names_ahead(rests, states)
+        others = set() if names is None else _ready(rests, _ahead(rests, states, "/"))  # as no name is
         with listing:
             for entry in listing:
                 visited += 1
-                ahead = _ready(rests, _ahead(rests, states, entry.name))
+                if names is not None and entry.name not in names:
+                    if not others:
+                        continue
+                    ahead = others
+                else:
+                    ahead = _ready(rests, _ahead(rests, states, entry.name))
                 child = f"{path.rstrip('/')}/{entry.name}"
                 meant = tuple(index for index, at in ahead if at == len(rests[index]))
                 below = ahead and entry.is_dir(follow_symlinks=False)
@@ -314,6 +321,13 @@ def _walk(
                     stack.append((child, ahead))
         yield None, (), visited
         visited = 0
+
+
+def _names_ahead(rests: list[tuple[Part, ...]], states: _States) -> set[str] | None:
+    """Return the names that lead elsewhere than every other name; None where a test has to decide."""
+    ahead = [rests[index][at] for index, at in states if at < len(rests[index])]
+    names = {part for part in ahead if isinstance(part, str)}
+    return names if all(part is None or isinstance(part, str) for part in ahead) else None
 
 
 def _ahead(rests: list[tuple[Part, ...]], states: _States, name: str) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Ending the tasks of an event loop."""
+"""Ending the tasks of an event loop, and waiting for a descriptor."""
 
 from __future__ import annotations
 
@@ -13,3 +13,13 @@ async def cancel(tasks: Iterable[asyncio.Future[Any] | None]) -> None:
     for task in ending:
         task.cancel()
     await asyncio.gather(*ending, return_exceptions=True)
+
+
+async def readable(descriptor: int) -> None:
+    """Wait until a descriptor can be read. Nobody else may wait for it meanwhile."""
+    loop, ready = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(descriptor, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(descriptor)

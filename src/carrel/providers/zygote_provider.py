@@ -122,15 +122,9 @@ class ZygoteProvider(Provider):
         if launch.folder is None:
             return []
         self.require(Capability.FOLDERS)
-        opened: list[int] = []
-        try:
-            for mount in (launch.folder.folder, launch.folder.home, *launch.folder.read_only):
-                read_only = mount in launch.folder.read_only
-                opened.append(await self._zygote.open_folder(mount.source, mount.identity, read_only=read_only))
-        except BaseException:
-            close_all(opened)
-            raise
-        return opened
+        mounts = [(launch.folder.folder, False), (launch.folder.home, False)]
+        mounts += [(mount, True) for mount in launch.folder.read_only]
+        return await self._zygote.open_mounts([(each.source, each.identity, only) for each, only in mounts])
 
     def _pack(self, launch: Launch) -> tuple[int, ...]:
         """Return the masks as a descriptor, if there are any."""

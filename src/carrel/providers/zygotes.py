@@ -13,7 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError, ProviderUnavailable
+from carrel.isolation.sandbox import MOST_DESCRIPTORS
 from carrel.primitives.channel import Channel, ChannelClosed, close_all, connect, start, wait_for_end
+from carrel.primitives.tasks import readable
 from carrel.primitives.trees import Identity
 
 START_DEADLINE_S = 30.0
@@ -72,20 +74,24 @@ class ZygoteClient:
         fds: list[int] = (await self.known(op, **body)).get("fds", [])
         return fds[0] if fds else None
 
-    async def open_folder(self, path: str, identity: Identity, *, read_only: bool) -> int:
-        """Return a detached mount of a folder or file of the host. The caller closes it."""
+    async def open_mounts(self, wanted: Sequence[tuple[str, Identity, bool]]) -> list[int]:
+        """Return detached mounts of folders and files of the host, each given by its path, its identity and whether it
+        is read-only. The caller closes them.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
-                await self.request("folder", (theirs.fileno(),), path=path, identity=identity, read_only=read_only)
-            ours.settimeout(FOLDER_DEADLINE_S)
+                await self.request("folder", (theirs.fileno(),), mounts=wanted)
+            ours.setblocking(False)
             try:
-                error, fds, _flags, _address = await asyncio.to_thread(socket.recv_fds, ours, 4096, 1)
+                async with asyncio.timeout(FOLDER_DEADLINE_S):
+                    await readable(ours.fileno())
             except TimeoutError:
-                error, fds = b"its file system does not answer", []
+                raise PlatformError("a folder cannot be mounted: its file system does not answer") from None
+            error, fds, _flags, _address = socket.recv_fds(ours, 4096, MOST_DESCRIPTORS)
         if not fds:
-            raise PlatformError(f"{path} cannot be mounted: {error.decode(errors='replace') or 'no answer'}")
-        return fds[0]
+            raise PlatformError(error.decode(errors="replace") or "a folder cannot be mounted: its file system is slow")
+        return fds
 
     async def _ask(self, channel: Channel, op: str, fds: tuple[int, ...], body: dict[str, Any]) -> dict[str, Any]:
         self._seq += 1

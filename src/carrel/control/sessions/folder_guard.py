@@ -12,7 +12,7 @@ import stat
 import unicodedata
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from carrel.isolation.masks import split
 from carrel.isolation.rootfs import WORKSPACE
@@ -22,10 +22,9 @@ from carrel.primitives.libc import open_without_links, rename_new
 HELD = ".held-by-carrel"
 MOST_ENTRIES = 1_000_000
 """How many entries are looked at in one search of a folder."""
-MOST_WATCHES = 16_384
+MOST_WATCHES = 50_000
 _LONGEST_NAME = 255
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_States = frozenset[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,61 +45,79 @@ def fold(name: str) -> str:
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", shown).casefold()).rstrip(". ")
 
 
-class ProtectedPaths:
-    """Patterns of paths in a folder. A position in them is a set of states; each name of a path leads to the next."""
+class Position:
+    """A place in a folder, as far as patterns are concerned. Next positions are kept: most names have the same one."""
 
-    def __init__(self, patterns: Iterable[str]):
-        """`patterns` are those of masks, below `/workspace`; others say nothing about the folder."""
-        found = (split(each) for each in patterns)
-        self._patterns = [
-            tuple(fold(part) if isinstance(part, str) else part for part in parts[1:])
-            for parts in found
-            if parts[:1] == (WORKSPACE[1:],)
-        ]
-        self.start = self._ready({(index, 0) for index in range(len(self._patterns))})
+    __slots__ = ("_fixed", "_names", "_next", "_paths", "_states", "leads_on", "protects")
 
-    def __bool__(self) -> bool:
-        return bool(self._patterns)
+    def __init__(self, paths: ProtectedPaths, states: frozenset[tuple[int, int]]):
+        self._paths, self._states = paths, states
+        parts = [(paths.patterns[index], at) for index, at in states]
+        self.protects = any(at == len(pattern) for pattern, at in parts)
+        """Whether a path here is protected."""
+        self.leads_on = any(0 < at < len(pattern) and pattern[at - 1] is not None for pattern, at in parts)
+        """Whether it was reached by a name that a pattern gives, and a protected path may be below. Anything but a
+        directory here, such as a link or a `.git` file, would lead the path elsewhere.
+        """
+        ahead = [pattern[at] for pattern, at in parts if at < len(pattern)]
+        self._names = {part for part in ahead if isinstance(part, str)}
+        self._fixed = all(part is None or isinstance(part, str) for part in ahead)
+        self._next: dict[str, Position | None] = {}
 
-    def enter(self, states: _States, name: str) -> _States:
-        folded, ahead = fold(name), set()
-        for index, at in states:
-            part = self._patterns[index][at] if at < len(self._patterns[index]) else "/"  # no name
+    def enter(self, name: str) -> Position | None:
+        """Return the position of a name; None if no protected path can be there or below."""
+        folded = fold(name)
+        if not self._fixed:
+            return self._enter(name, folded)
+        key = folded if folded in self._names else "/"  # which stands for every other name
+        if key not in self._next:
+            self._next[key] = self._enter(key, key)
+        return self._next[key]
+
+    def _enter(self, name: str, folded: str) -> Position | None:
+        ahead = set()
+        for index, at in self._states:
+            pattern = self._paths.patterns[index]
+            part = pattern[at] if at < len(pattern) else ""
             if part is None:
                 ahead.add((index, at))
             elif part == folded if isinstance(part, str) else part(name) or part(folded):
                 ahead.add((index, at + 1))
-        return self._ready(ahead)
+        return self._paths.at(ahead)
 
-    def protects(self, states: _States) -> bool:
-        """Whether a path with these states is protected."""
-        return any(at == len(self._patterns[index]) for index, at in states)
 
-    def leads_on(self, states: _States) -> bool:
-        """Whether these states were reached by a name that a pattern gives, and a protected path may be below.
+class ProtectedPaths:
+    """Patterns of paths in a folder."""
 
-        Anything but a directory there, such as a link or a `.git` file, would lead the path elsewhere.
-        """
-        return any(
-            0 < at < len(self._patterns[index]) and self._patterns[index][at - 1] is not None for index, at in states
-        )
+    def __init__(self, patterns: Iterable[str]):
+        """`patterns` are those of masks, below `/workspace`; others say nothing about the folder."""
+        found = (split(each) for each in patterns)
+        self.patterns = [
+            tuple(fold(part) if isinstance(part, str) else part for part in parts[1:])
+            for parts in found
+            if parts[:1] == (WORKSPACE[1:],)
+        ]
+        self._positions: dict[frozenset[tuple[int, int]], Position] = {}
+        self.top = self.at({(index, 0) for index in range(len(self.patterns))})
 
-    def _ready(self, states: set[tuple[int, int]]) -> _States:
-        more = {
-            (index, at + 1)
-            for index, at in states
-            if at < len(self._patterns[index]) and self._patterns[index][at] is None
-        }
-        return frozenset(states | more)
+    def at(self, states: set[tuple[int, int]]) -> Position | None:
+        """Return the position with these parts of the patterns ahead, and those behind a `**` that matches no name."""
+        more = {(i, at + 1) for i, at in states if at < len(self.patterns[i]) and self.patterns[i][at] is None}
+        key = frozenset(states | more)
+        if key and key not in self._positions:
+            self._positions[key] = Position(self, key)
+        return self._positions.get(key)
 
 
 @dataclass
 class FolderGuard:
-    """Guards one folder. `known` are the protected paths that mounts protect: nobody inside can have made them."""
+    """Guards one folder. `known` are the protected paths that mounts protect: nobody inside can have made them. Without
+    it these are the ones that the first search finds, for a sandbox that has just started.
+    """
 
     folder: str
     paths: ProtectedPaths
-    known: set[str] = field(default_factory=set)
+    known: set[str] | None = None
     complete: bool = True
     """Whether everything could be searched and watched."""
     count: int = 0
@@ -110,7 +127,7 @@ class FolderGuard:
     def __post_init__(self) -> None:
         self._top = open_without_links(self.folder, flags=_DIRECTORY)
         self._queue: Inotify | None = None
-        self._watched: dict[int, tuple[str, _States]] = {}
+        self._watched: dict[int, tuple[str, Position]] = {}
 
     @property
     def fd(self) -> int:
@@ -123,10 +140,6 @@ class FolderGuard:
         if self._queue is not None:
             self._queue.close()
 
-    def find_known(self) -> None:
-        """Take what is protected now for known: the mounts of a sandbox that just started protect it."""
-        self.known.update(path for path, _ in self._search("", self.paths.start))
-
     def watch(self) -> list[Held]:
         """Watch for protected names from now on, and take away those that appeared before."""
         self._queue = self._queue or Inotify()
@@ -134,7 +147,7 @@ class FolderGuard:
 
     def sweep(self) -> list[Held]:
         """Take away every protected path that is not known."""
-        return self._hold(self._search("", self.paths.start))
+        return self._hold(self._search("", self.paths.top) if self.paths.top else ())
 
     def look(self) -> list[Held]:
         """Take away what has appeared since the last call."""
@@ -146,43 +159,42 @@ class FolderGuard:
             place = self._watched.get(event.watch)
             if place is None:
                 continue
-            above, states = place
+            above, position = place
             name = os.fsdecode(event.name)
-            ahead = self.paths.enter(states, name)
-            if ahead:
+            if (ahead := position.enter(name)) is not None:
                 held += self._hold(self._examine(above, name, ahead))
         return held
 
-    def _search(self, top: str, states: _States) -> Iterable[tuple[str, bool]]:
+    def _search(self, top: str, position: Position) -> Iterable[str]:
         """Yield the protected paths in a directory, watching every directory on the way that may get one."""
-        stack, left = [(top, states)], MOST_ENTRIES
+        stack, left = [(top, position)], MOST_ENTRIES
         while stack:
-            path, states = stack.pop()
+            path, position = stack.pop()
             try:
                 here = open_without_links(path or ".", self._top, _DIRECTORY)
             except OSError:
                 continue  # gone, or replaced, or closed to this user as well
             try:
-                self._watch(here, path, states)
+                self._watch(here, path, position)
                 with os.scandir(here) as found:
                     for entry in found:
                         left -= 1
                         if left < 0:
                             self.complete = False
                             return
-                        ahead = self.paths.enter(states, entry.name)
-                        if not ahead:
+                        ahead = position.enter(entry.name)
+                        if ahead is None:
                             continue
                         child = f"{path}/{entry.name}" if path else entry.name
                         directory = entry.is_dir(follow_symlinks=False)
                         if self._catches(ahead, entry.name, directory=directory):
-                            yield child, directory
+                            yield child
                         elif directory:
                             stack.append((child, ahead))
             finally:
                 os.close(here)
 
-    def _examine(self, above: str, name: str, states: _States) -> Iterable[tuple[str, bool]]:
+    def _examine(self, above: str, name: str, position: Position) -> Iterable[str]:
         """Yield what is protected of a name that appeared in a directory, or below it."""
         path = f"{above}/{name}" if above else name
         try:
@@ -192,30 +204,32 @@ class FolderGuard:
         else:
             directory = stat.S_ISDIR(os.fstat(found).st_mode)
             os.close(found)
-        if self._catches(states, name, directory=directory):
-            yield path, directory
+        if self._catches(position, name, directory=directory):
+            yield path
         elif directory:
-            yield from self._search(path, states)
+            yield from self._search(path, position)
 
-    def _catches(self, states: _States, name: str, *, directory: bool) -> bool:
-        if HELD in name:
-            return False
-        return self.paths.protects(states) or (not directory and self.paths.leads_on(states))
+    @staticmethod
+    def _catches(position: Position, name: str, *, directory: bool) -> bool:
+        caught = position.protects or (position.leads_on and not directory)
+        return caught and HELD not in name
 
-    def _watch(self, directory: int, path: str, states: _States) -> None:
+    def _watch(self, directory: int, path: str, position: Position) -> None:
         if self._queue is None:
             return
         if len(self._watched) >= MOST_WATCHES:
             self.complete = False
             return
         try:
-            self._watched[self._queue.watch(directory)] = path, states
+            self._watched[self._queue.watch(directory)] = path, position
         except OSError:  # the user's watches are used up
             self.complete = False
 
-    def _hold(self, found: Iterable[tuple[str, bool]]) -> list[Held]:
-        held = []
-        for path, _directory in list(found):
+    def _hold(self, found: Iterable[str]) -> list[Held]:
+        paths, held = list(found), []
+        if self.known is None:
+            self.known = set(paths)
+        for path in paths:
             if path in self.known:
                 continue
             above, _, name = path.rpartition("/")

@@ -104,9 +104,10 @@ class Folders(Attachment):
         assert context is not None
         home = self._home(context)
         try:
-            os.makedirs(home, 0o700, exist_ok=True)
-            if os.geteuid() == 0:
-                os.chown(home, CANONICAL_UID, CANONICAL_UID)
+            if not os.path.isdir(home):
+                os.makedirs(home, 0o700)
+                if os.geteuid() == 0:
+                    os.chown(home, CANONICAL_UID, CANONICAL_UID)
             status = os.stat(home)
         except OSError as error:
             raise PlatformError(f"the home directory {home} cannot be made: {error.strerror}") from None

@@ -19,7 +19,7 @@ from carrel.control.sessions.folder_guard import FolderGuard, Held, ProtectedPat
 from carrel.control.sessions.live import LiveSandbox, SessionNotes
 from carrel.errors import PlatformError
 from carrel.primitives.atomic import write_file
-from carrel.primitives.tasks import cancel
+from carrel.primitives.tasks import cancel, readable
 from carrel.providers import Masks
 from carrel.store import SessionRecord
 from carrel.threads import run_to_end
@@ -57,8 +57,9 @@ class ProtectedFolders(Attachment):
         masks = box.masks
         if box.record.workspace_path is None or not isinstance(masks, Masks) or not masks.readonly:
             return
-        guard = await asyncio.to_thread(self._new, box.record, masks.readonly)
+        guard = await asyncio.to_thread(FolderGuard, box.record.workspace_path, ProtectedPaths(masks.readonly))
         await self._start(box, guard)
+        await asyncio.to_thread(self._store, box.record, masks.readonly, guard)
 
     def detach(self, box: LiveSandbox) -> None:
         """Stop watching. `save` looks for the last time."""
@@ -90,7 +91,7 @@ class ProtectedFolders(Attachment):
     async def _guard(self, box: LiveSandbox, guard: FolderGuard) -> None:
         try:
             while True:
-                await _readable(guard.fd)
+                await readable(guard.fd)
                 held = await run_to_end(guard.look)
                 await self._report(box.record, guard, held)
                 await asyncio.sleep(PAUSE_S)
@@ -126,17 +127,10 @@ class ProtectedFolders(Attachment):
     def _path(self, record: SessionRecord) -> str:
         return os.path.join(self._directory, f"{record.id}.json")
 
-    def _new(self, record: SessionRecord, patterns: Sequence[str]) -> FolderGuard:
-        guard = FolderGuard(record.workspace_path or "", ProtectedPaths(patterns))
-        try:
-            guard.find_known()
-            os.makedirs(self._directory, 0o700, exist_ok=True)
-            content = {"patterns": list(patterns), "known": sorted(guard.known)}
-            write_file(self._path(record), json.dumps(content).encode())
-        except BaseException:
-            guard.close()
-            raise
-        return guard
+    def _store(self, record: SessionRecord, patterns: Sequence[str], guard: FolderGuard) -> None:
+        os.makedirs(self._directory, 0o700, exist_ok=True)
+        content = {"patterns": list(patterns), "known": sorted(guard.known or ())}
+        write_file(self._path(record), json.dumps(content).encode())
 
     def _stored(self, record: SessionRecord) -> FolderGuard | None:
         if record.workspace_path is None:
@@ -147,13 +141,3 @@ class ProtectedFolders(Attachment):
             return FolderGuard(record.workspace_path, ProtectedPaths(content["patterns"]), set(content["known"]))
         except OSError:  # nothing is protected, or the folder is gone
             return None
-
-
-async def _readable(descriptor: int) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(descriptor, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(descriptor)
