@@ -322,7 +322,7 @@ def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Itera
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The settings of attacks: those of a few modules are also made in a folder of the host."""
-    more = [IN_FOLDERS[metafunc.module.__name__]] if metafunc.module.__name__ in IN_FOLDERS else []
+    more = [setting for name, setting in IN_FOLDERS.items() if metafunc.module.__name__.endswith(name)]
     for name, settings in {"attacker": ["root", "user"], "compared": ["root", "user", "process"]}.items():
         if name in metafunc.fixturenames:
             metafunc.parametrize(name, [*settings, *more], indirect=True)

@@ -225,7 +225,7 @@ def test_what_is_planted_for_later_is_taken_away(ground):
     places = ("", "below/", "moved/")
     protected = {f"{place}.git/{name}" for place in places for name in ("config", "hooks")}
     assert not left & {".envrc", ".vscode", ".github/workflows", "file/.git", "link/.git", *protected}
-    assert (here.folder / ".git" / "hooks.held-by-carrel" / "pre-commit").exists(), "the agent made it, and it is kept"
+    assert any("held-by-carrel" in name for name in left), "what the agent made is kept, under another name"
 
 
 @pytest.mark.skipif(not ROOT, reason="mounts file systems")
@@ -257,6 +257,7 @@ def test_a_folder_with_mounts_shows_what_is_mounted(ground, attacker, mounted):
         return
     assert here.run(attack) == ["inner", "outer", "seen"]
     assert (here.folder / "made").stat().st_uid == (here.folder / "inner" / "made").stat().st_uid == USER
+    here.end()  # or the mounts are busy
 
 
 @pytest.fixture
