@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support.calls import ADMIN
 from tests.support.killed import killed
 from tests.support.records import SESSION
 from tests.support.sandboxes import KINDS, ROOT, until
@@ -55,11 +56,11 @@ def made(path: Path, **files: str) -> Path:
 
 async def started(plane: ControlPlane, context: str, folder: Path, **more: object) -> SandboxInfo:
     request = SandboxRequest.model_validate({"context_id": context, "workspace_path": str(folder), **more})
-    return (await plane.sessions.deploy_or_resume(request))[0]
+    return (await plane.sessions.deploy_or_resume(ADMIN, request))[0]
 
 
 async def run(plane: ControlPlane, context: str, command: str, cwd: str | None = None) -> str:
-    result = await plane.operations.run_command(context, CommandRequest(command=command, cwd=cwd))
+    result = await plane.operations.run_command(ADMIN, context, CommandRequest(command=command, cwd=cwd))
     return result.stdout + result.stderr
 
 
@@ -84,20 +85,20 @@ async def test_the_folder_is_the_workspace_at_both_paths(plane: ControlPlane, ro
     assert await run(plane, "c", f"ls {root}; cat ~/.config/tool {root}/tools/tool") == "project\ntools\ntooltool"
     assert "Read-only" in await run(plane, "c", f"echo x > ~/.config/tool; echo x > {root}/tools/tool")
     await run(plane, "c", "echo new > b; mkdir d; echo kept > ~/history; touch /workspace/e")
-    assert (await plane.operations.forward(STAT_FILE, "c", StatRequest(path=f"{folder}/b"))).size == 4
+    assert (await plane.operations.forward(ADMIN, STAT_FILE, "c", StatRequest(path=f"{folder}/b"))).size == 4
     owner = folder.stat().st_uid
     assert {path.stat().st_uid for path in (folder / "b", folder / "d", folder / "e")} == {owner}
     await plane.sessions.stop("c")
-    resumed = (await plane.sessions.deploy_or_resume(SandboxRequest(context_id="c")))[0]
+    resumed = (await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c")))[0]
     assert (resumed.workspace_path, resumed.host_paths[0]) == (str(folder), shown)
     assert await run(plane, "c", "cat ~/history b") == "kept\nnew\n"
     # never deleted: neither with the session nor with the context
-    await plane.sessions.terminate("c", delete_workspace=True)
+    await plane.sessions.terminate(ADMIN, "c", delete_workspace=True)
     assert sorted(os.listdir(folder)) == ["a", "b", "d", "e"]
     assert os.listdir(f"{plane.layout.data_dir}/homes") == []
     assert os.listdir(plane.driver.directory) == []
     await started(plane, "c", folder)
-    await plane.context_deletion.forget("c")
+    await plane.context_deletion.forget(ADMIN, "c")
     assert sorted(os.listdir(folder)) == ["a", "b", "d", "e"]
     assert os.listdir(beside) == ["secret"]
 
@@ -123,10 +124,10 @@ async def test_folders_that_are_refused(plane: ControlPlane, root: Path) -> None
     for more, kind, words in kinds:
         fields = {"context_id": "c", "workspace_path": str(folder), **more}
         with pytest.raises(kind, match=words) as refused:
-            await plane.sessions.deploy_or_resume(SandboxRequest.model_validate(fields))
+            await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest.model_validate(fields))
         assert refused.value.hint, words
     assert await plane.store.newest_of_context("c") is None
-    await plane.sessions.deploy_or_resume(SandboxRequest(context_id="stored"))
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="stored"))
     await plane.sessions.stop("stored")
     with pytest.raises(Conflict, match="workspace of carrel"):
         await started(plane, "stored", folder)
@@ -146,18 +147,18 @@ async def test_what_a_folder_cannot_do(plane: ControlPlane, root: Path) -> None:
     folder = made(root / "project", a="x")
     await started(plane, "c", folder)
     for refused in (
-        plane.snapshots.take("c"),
-        plane.snapshots.page("c"),
-        plane.snapshots.restore("c", "snap-1"),
-        plane.snapshots.fork("c", "d"),
-        plane.filespaces.sync("c"),
+        plane.snapshots.take(ADMIN, "c"),
+        plane.snapshots.page(ADMIN, "c"),
+        plane.snapshots.restore(ADMIN, "c", "snap-1"),
+        plane.snapshots.fork(ADMIN, "c", "d"),
+        plane.filespaces.sync(ADMIN, "c"),
         plane.sessions.usage("c"),
     ):
         with pytest.raises(Unsupported, match="the workspace is the folder") as error:
             await refused
         assert "checkpoints" in (error.value.hint or "")
-    await plane.janitor.checkpoint()
-    await plane.janitor.watch_disks()
+    await plane.upkeep.checkpoint()
+    await plane.upkeep.watch_disks()
     await plane.retention.sweep()
     with pytest.raises(Conflict, match="workspace_path"):
         await started(plane, "c", made(root / "other"))
@@ -201,7 +202,7 @@ async def test_protected_paths_hold_at_both_paths_and_when_they_appear_later(pla
         (f"echo > {folder}/.git/config", None),
     ):
         with pytest.raises(CarrelError, match="denied"):
-            await plane.operations.run_command("c", CommandRequest(command=command, cwd=cwd))
+            await plane.operations.run_command(ADMIN, "c", CommandRequest(command=command, cwd=cwd))
     planted = "mkdir .GitHub; mkdir -p new/x; ln -s x new/.git"
     await box.connection.run_command(*_body(planted))
     gone = (folder / ".GitHub", folder / "new" / ".git")

@@ -45,7 +45,7 @@ def fold(name: str) -> str:
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", shown).casefold()).rstrip(". ")
 
 
-class Position:
+class PatternPosition:
     """A place in a folder, as far as patterns are concerned. Next positions are kept: most names have the same one."""
 
     __slots__ = ("_fixed", "_names", "_next", "_paths", "_states", "leads_on", "protects")
@@ -62,9 +62,9 @@ class Position:
         ahead = [pattern[at] for pattern, at in parts if at < len(pattern)]
         self._names = {part for part in ahead if isinstance(part, str)}
         self._fixed = all(part is None or isinstance(part, str) for part in ahead)
-        self._next: dict[str, Position | None] = {}
+        self._next: dict[str, PatternPosition | None] = {}
 
-    def enter(self, name: str) -> Position | None:
+    def enter(self, name: str) -> PatternPosition | None:
         """Return the position of a name; None if no protected path can be there or below."""
         folded = fold(name)
         if not self._fixed:
@@ -74,7 +74,7 @@ class Position:
             self._next[key] = self._enter(key, key)
         return self._next[key]
 
-    def _enter(self, name: str, folded: str) -> Position | None:
+    def _enter(self, name: str, folded: str) -> PatternPosition | None:
         ahead = set()
         for index, at in self._states:
             pattern = self._paths.patterns[index]
@@ -97,15 +97,15 @@ class ProtectedPaths:
             for parts in found
             if parts[:1] == (WORKSPACE[1:],)
         ]
-        self._positions: dict[frozenset[tuple[int, int]], Position] = {}
+        self._positions: dict[frozenset[tuple[int, int]], PatternPosition] = {}
         self.top = self.at({(index, 0) for index in range(len(self.patterns))})
 
-    def at(self, states: set[tuple[int, int]]) -> Position | None:
+    def at(self, states: set[tuple[int, int]]) -> PatternPosition | None:
         """Return the position with these parts of the patterns ahead, and those behind a `**` that matches no name."""
         more = {(i, at + 1) for i, at in states if at < len(self.patterns[i]) and self.patterns[i][at] is None}
         key = frozenset(states | more)
         if key and key not in self._positions:
-            self._positions[key] = Position(self, key)
+            self._positions[key] = PatternPosition(self, key)
         return self._positions.get(key)
 
 
@@ -127,7 +127,7 @@ class FolderGuard:
     def __post_init__(self) -> None:
         self._top = open_without_links(self.folder, flags=_DIRECTORY)
         self._queue: Inotify | None = None
-        self._watched: dict[int, tuple[str, Position]] = {}
+        self._watched: dict[int, tuple[str, PatternPosition]] = {}
 
     @property
     def fd(self) -> int:
@@ -165,7 +165,7 @@ class FolderGuard:
                 held += self._hold(self._examine(above, name, ahead))
         return held
 
-    def _search(self, top: str, position: Position) -> Iterable[str]:
+    def _search(self, top: str, position: PatternPosition) -> Iterable[str]:
         """Yield the protected paths in a directory, watching every directory on the way that may get one."""
         stack, left = [(top, position)], MOST_ENTRIES
         while stack:
@@ -194,7 +194,7 @@ class FolderGuard:
             finally:
                 os.close(here)
 
-    def _examine(self, above: str, name: str, position: Position) -> Iterable[str]:
+    def _examine(self, above: str, name: str, position: PatternPosition) -> Iterable[str]:
         """Yield what is protected of a name that appeared in a directory, or below it."""
         path = f"{above}/{name}" if above else name
         try:
@@ -210,11 +210,11 @@ class FolderGuard:
             yield from self._search(path, position)
 
     @staticmethod
-    def _catches(position: Position, name: str, *, directory: bool) -> bool:
+    def _catches(position: PatternPosition, name: str, *, directory: bool) -> bool:
         caught = position.protects or (position.leads_on and not directory)
         return caught and HELD not in name
 
-    def _watch(self, directory: int, path: str, position: Position) -> None:
+    def _watch(self, directory: int, path: str, position: PatternPosition) -> None:
         if self._queue is None:
             return
         if len(self._watched) >= MOST_WATCHES:
