@@ -183,10 +183,6 @@ class Directories:
         self._last = 0
 
 
-def _open_directory(name: str, parent: int) -> int:
-    return open_for_reading(name, parent, DIRECTORY)
-
-
 def open_expected(name: str, parent: int, identity: tuple[int, int], opener: Callable[[str, int], int]) -> int:
     """Open a directory; -1 when it is missing or is not the expected one."""
     try:
@@ -316,13 +312,21 @@ class Visited:
         """The path below the root. Check `path_bytes` first: the paths of a deep tree can take more than all memory."""
         return "/".join(level.name for level in self._chain.levels[1:])
 
+    def leave_out(self, name: str) -> None:
+        """Do not visit a directory in this one."""
+        self._chain.levels[-1].waiting.remove(name)
 
-def visit(root: int) -> Iterator[Visited]:
+
+def _open_directory(name: str, parent: int) -> int:
+    return open_for_reading(name, parent, DIRECTORY)
+
+
+def visit(root: int, open_directory: Callable[[str, int], int] = _open_directory) -> Iterator[Visited]:
     """Visit an open directory and every directory below it, parents first. Skips vanished ones and mount points.
 
     Memory and time are proportional to the number of entries, however deep the tree is.
     """
-    chain = OpenDirectories(root, _open_directory)
+    chain = OpenDirectories(root, open_directory)
     levels = chain.levels
     info: os.stat_result | None = os.fstat(root)
     try:

@@ -1,4 +1,5 @@
 """Reads a live tree into objects. Only files that changed since the last time are opened; others cost one `stat`.
+A directory whose files are all unchanged costs one more comparison of two hashes.
 
 Hostile code may change the tree meanwhile: no link is followed, and a file that changes while it is read is read again,
 a bounded number of times.
@@ -20,21 +21,24 @@ from typing import NamedTuple, TypeVar
 
 import msgpack
 
+from carrel.errors import LimitExceeded
 from carrel.primitives import libc, walk
-from carrel.workspaces.volumes.objects import CHUNK, Batch, ObjectStore, digest
-from carrel.workspaces.volumes.trees import EntryKind, Extents, Node, Tree, pack_tree
+from carrel.workspaces.volumes.objects import CHUNK, PACKED_MAX, Batch, ObjectStore, digest
+from carrel.workspaces.volumes.trees import Extents, pack_entries
 
 WORKERS = min(8, (os.cpu_count() or 1) + 1)
 FRESH_NS = 20_000_000
 """A file that changed so shortly before it was read may change again without a change of its times."""
 
 _WRITTEN_BACK_NS = 60_000_000_000
+_SURELY_WRITTEN_BACK_NS = 10 * _WRITTEN_BACK_NS
 _TRIES = 3
 AT_ONCE = 48
 """The most chunks of files in work."""
 _CHUNK_FILES = 48
 _CHUNK_BYTES = 8 << 20
 _NEVER = 0
+_KINDS = {stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket", stat.S_IFBLK: "device", stat.S_IFCHR: "device"}
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -53,35 +57,83 @@ class CapturedFile(NamedTuple):
     group: bytes
     target: bytes | None
 
-    def node(self) -> Node:
-        """Return the entry of a directory."""
-        if self.target is not None:
-            return Node(EntryKind.LINK, mtime_ns=self.mtime_ns, target=self.target)
-        group = self.group or None
-        return Node(EntryKind.FILE, self.mode, self.mtime_ns, self.size, self.extents, xattrs=self.xattrs, group=group)
-
 
 PlainRow = tuple[int, int, int, int, int, Extents, dict[str, bytes] | None, bytes, bytes | None]
-"""A row as read from the disk. Most never become a `CapturedFile`: a snapshot compares thousands of them."""
+"""A row as read from the disk. Rows are compared by the thousand at every snapshot, so most never become a `CapturedFile`."""
 
 
-@dataclass(slots=True)
+def pack_row(row: PlainRow) -> tuple[object, ...]:
+    """Return the entry of a directory, as `pack_entries` takes it."""
+    _, _, size, mtime_ns, mode, extents, xattrs, group, target = row
+    if target is not None:
+        return 2, mtime_ns, target
+    return 0, mode, mtime_ns, size, extents, sorted(xattrs.items()) if xattrs else [], group
+
+
 class Folder:
-    """The known facts of one directory; `packed` is its form on the disk while nothing in it changes."""
+    """The known facts of one directory. Its rows are decoded only when somebody looks at them.
 
-    tree: bytes
-    signature: tuple[int, int, int]
-    xattrs: dict[str, bytes] | None
-    rows: dict[str, PlainRow]
-    folders: list[str]
-    packed: bytes = b""
+    `listing` is the hash of the facts of all its entries when they were read; empty if an equal listing does not prove
+    that nothing changed. `packed` is the form on the disk while nothing in it changes.
+    """
+
+    __slots__ = (
+        "_packed_rows",
+        "_rows",
+        "files",
+        "folders",
+        "listing",
+        "packed",
+        "signature",
+        "size",
+        "tree",
+        "xattrs",
+    )
+
+    def __init__(
+        self,
+        tree: bytes,
+        signature: tuple[int, int, int],
+        xattrs: dict[str, bytes] | None,
+        rows: dict[str, PlainRow] | bytes,
+        folders: list[str],
+        listing: bytes = b"",
+        files: int = 0,
+        size: int = 0,
+        packed: bytes = b"",
+    ):
+        self.tree = tree
+        self.signature = signature
+        self.xattrs = xattrs
+        self.folders = folders
+        self.listing = listing
+        self.files = files
+        self.size = size
+        self.packed = packed
+        self._rows = None if isinstance(rows, bytes) else rows
+        self._packed_rows = rows if isinstance(rows, bytes) else b""
+
+    @property
+    def rows(self) -> dict[str, PlainRow]:
+        """The known facts of its files and links, by name."""
+        if self._rows is None:
+            self._rows = dict(msgpack.unpackb(self._packed_rows, use_list=False, unicode_errors="surrogateescape"))
+        return self._rows
+
+    def pack(self) -> bytes:
+        """Encode for the disk."""
+        if not self.packed:
+            rows: bytes = msgpack.packb(list(self.rows.items()), unicode_errors="surrogateescape")
+            value = (self.tree, self.signature, self.xattrs, rows, self.folders, self.listing, self.files, self.size)
+            self.packed = msgpack.packb(value, unicode_errors="surrogateescape")
+        return self.packed
 
 
 Known = dict[bytes, Folder]
 """The known facts of the directories of a tree, by place. A place is a hash of the path: paths could take more
 memory than all else in a tree that an agent nests on purpose."""
 ROOT = b""
-_FORMAT = 2
+_FORMAT = 3
 
 
 def place_of(parent: bytes, name: str) -> bytes:
@@ -98,7 +150,7 @@ def signature(info: os.stat_result) -> tuple[int, int, int]:
 
 def pack_known(known: Known, generation: str) -> bytes:
     """Encode for the disk, with a check sum that reveals a torn file."""
-    value = [(place, folder.packed or _pack_folder(folder)) for place, folder in known.items()]
+    value = [(place, folder.pack()) for place, folder in known.items()]
     body: bytes = msgpack.packb((_FORMAT, generation, value), unicode_errors="surrogateescape")
     return digest(body) + body
 
@@ -115,15 +167,41 @@ def unpack_known(raw: bytes) -> tuple[Known, str]:
     return {place: _unpack_folder(packed) for place, packed in value}, generation
 
 
-def _pack_folder(folder: Folder) -> bytes:
-    value = (folder.tree, folder.signature, folder.xattrs, list(folder.rows.items()), folder.folders)
-    packed: bytes = msgpack.packb(value, unicode_errors="surrogateescape")
-    return packed
-
-
 def _unpack_folder(packed: bytes) -> Folder:
-    tree, sign, xattrs, rows, folders = msgpack.unpackb(packed, use_list=False, unicode_errors="surrogateescape")
-    return Folder(tree, sign, xattrs, dict(rows), list(folders), packed)
+    values = msgpack.unpackb(packed, use_list=False, unicode_errors="surrogateescape")
+    tree, sign, xattrs, rows, folders, listing, files, size = values
+    return Folder(tree, sign, xattrs, rows, list(folders), listing, files, size, packed)
+
+
+class Rules:
+    """The differences between a capture of a workspace, which has every file, and one of a person's folder."""
+
+    owner: tuple[int, int] | None = None
+    """The user and group that most files belong to; others are recorded. None: owners are not recorded."""
+    most_bytes: int | None = None
+    """The most bytes that may be read."""
+    may_ignore: frozenset[str] = frozenset()
+    """The names of directories for which `ignores` is asked."""
+
+    def ignores(self, visited: walk.Visited, name: str) -> bool:
+        """Return whether a directory is left out, with everything in it."""
+        return False
+
+    def skipped(self, visited: walk.Visited | None, name: str, why: str) -> None:
+        """Take notice of an entry that cannot be stored. Called from several threads."""
+
+    def open_directory(self, name: str, parent: int) -> int:
+        """Open a directory to read it."""
+        return walk.open_for_reading(name, parent, walk.DIRECTORY)
+
+    def open_file(self, name: str, parent: int) -> int:
+        """Open a file to read it."""
+        return walk.open_for_reading(name, parent)
+
+
+OWNER = "carrel.owner"
+"""The extended attribute, of no file system, that stands for an owner who is not `Rules.owner`."""
+_EVERYTHING = Rules()
 
 
 @dataclass(slots=True)
@@ -134,6 +212,7 @@ class Captured:
     bytes: int = 0
     files: int = 0
     skipped: int = 0
+    read: int = 0
     known: Known = field(default_factory=dict)
 
 
@@ -141,12 +220,15 @@ class Captured:
 class _Seen:
     info: os.stat_result
     fd_xattrs: dict[str, bytes] | None
-    rows: dict[str, PlainRow]
+    rows: dict[str, PlainRow] | None  # None: those that are known
     folders: list[str]
     changed: bool
+    listing: bytes
 
 
-def capture(store: ObjectStore, batch: Batch, root: int, known: Known, *, trusted: bool) -> Captured:
+def capture(
+    store: ObjectStore, batch: Batch, root: int, known: Known, *, trusted: bool, rules: Rules = _EVERYTHING
+) -> Captured:
     """Read the tree of an open directory. `known` are the facts from its last capture.
 
     Without `trusted`, objects may have been removed since, so each is looked up.
@@ -159,13 +241,15 @@ def capture(store: ObjectStore, batch: Batch, root: int, known: Known, *, truste
     slots = BoundedSemaphore(AT_ONCE)
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="carrel-capture") as pool:
         try:
-            for visited in walk.visit(root):
+            for visited in walk.visit(root, rules.open_directory):
                 place = place_of(places[visited.parent], visited.name) if visited.number else ROOT
                 places[visited.number] = place
                 doubt = store if not trusted else None
-                jobs += _look(visited, place, known, seen, linked, found, doubt, batch, pool, slots)
+                jobs += _look(visited, place, known, seen, linked, found, doubt, batch, pool, slots, rules)
             for place, job in jobs:
-                seen[place].rows.update(job.result())
+                rows = seen[place].rows
+                assert rows is not None  # only directories with changes have jobs
+                rows.update(job.result())
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -185,9 +269,17 @@ def _look(
     batch: Batch,
     pool: ThreadPoolExecutor,
     slots: BoundedSemaphore,
+    rules: Rules,
 ) -> list[tuple[bytes, Future[list[tuple[str, CapturedFile]]]]]:
     fd = visited.fd
     before = known.get(place)
+    listing = _listing(visited)
+    if before is not None and doubt is None and listing == before.listing:
+        unchanged, xattrs = _attributes(visited, before, rules)
+        seen[place] = _Seen(visited.info, xattrs, None, before.folders, not unchanged, listing)
+        found.files += before.files
+        found.bytes += before.size
+        return []
     old = before.rows if before is not None else {}
     rows: dict[str, PlainRow] = {}
     folders: list[str] = []
@@ -209,40 +301,74 @@ def _look(
                 continue
             if info.st_nlink > 1:
                 linked.setdefault(info.st_ino, []).append((place, name))
+                listing = b""
             else:
                 size += row[2]
             continue
         kind = stat.S_IFMT(info.st_mode)
         if kind == stat.S_IFDIR:
+            known_before = before is not None and name in before.folders
+            # A directory that was recorded once stays recorded: a program cannot hide it by making a rule match.
+            if name in rules.may_ignore and not known_before and rules.ignores(visited, name):
+                visited.leave_out(name)
+                listing = b""
+                continue
             folders.append(name)
         elif kind == stat.S_IFREG:
             todo.append((name, info))
+            found.read += min(info.st_size, info.st_blocks * 512)
             if info.st_nlink > 1:
                 linked.setdefault(info.st_ino, []).append((place, name))
+                listing = b""
             else:
                 size += info.st_size
         elif kind == stat.S_IFLNK:
             with suppress(OSError):
                 target = os.fsencode(os.readlink(name, dir_fd=fd))
                 inode = info.st_ino if time.time_ns() - info.st_ctime_ns > FRESH_NS else _NEVER
-                rows[name] = CapturedFile(
-                    inode, info.st_ctime_ns, info.st_size, info.st_mtime_ns, 0, (), None, b"", target
-                )
+                if inode == _NEVER:
+                    listing = b""
+                rows[name] = CapturedFile(inode, info.st_ctime_ns, info.st_size, info.st_mtime_ns, 0, (), None, b"", target)
         else:
             found.skipped += 1
+            listing = b""
+            rules.skipped(visited, name, _KINDS.get(kind, "special file"))
+    if rules.most_bytes is not None and found.read > rules.most_bytes:
+        raise LimitExceeded(f"more than {rules.most_bytes} bytes are to be recorded", field="files")
     folders.sort()
-    changed = before is None or bool(todo) or rows != old or folders != before.folders
-    sign = signature(visited.info)
-    if before is not None and sign[0] and before.signature == sign:
-        xattrs = before.xattrs
-    else:
-        changed = True
-        xattrs = walk.user_xattrs(fd) or None
-    seen[place] = _Seen(visited.info, xattrs, rows, folders, changed)
+    unchanged, xattrs = _attributes(visited, before, rules)
+    changed = not unchanged or before is None or bool(todo) or rows != old or folders != before.folders
+    seen[place] = _Seen(visited.info, xattrs, rows, folders, changed, listing)
     found.files += len(rows) + len(todo)
     found.bytes += size
-    submitted = submit_chunks(todo, lambda info: info.st_size, fd, partial(_read_files, batch), pool, slots)
+    submitted = submit_chunks(todo, lambda info: info.st_size, fd, partial(_read_files, batch, rules), pool, slots)
     return [(place, job) for job in submitted]
+
+
+def _listing(visited: walk.Visited) -> bytes:
+    """Return a hash of the names, and of the facts of files and links, in the order of the directory."""
+    facts = [
+        name
+        if info.st_mode & 0o170000 == 0o040000
+        else (name, info.st_ino, info.st_ctime_ns, info.st_size, info.st_mtime_ns)
+        for name, info in visited.entries
+    ]
+    return digest(msgpack.packb(facts, unicode_errors="surrogateescape"))
+
+
+def _attributes(visited: walk.Visited, before: Folder | None, rules: Rules) -> tuple[bool, dict[str, bytes] | None]:
+    """Return whether a directory's own attributes and its names are unchanged, and its extended attributes."""
+    sign = signature(visited.info)
+    if before is not None and sign[0] and before.signature == sign:
+        return True, before.xattrs
+    return False, _xattrs(visited.fd, visited.info, rules.owner)
+
+
+def _xattrs(fd: int, info: os.stat_result, owner: tuple[int, int] | None) -> dict[str, bytes] | None:
+    found = walk.user_xattrs(fd)
+    if owner is not None and (info.st_uid, info.st_gid) != owner:
+        found[OWNER] = b"%d:%d" % (info.st_uid, info.st_gid)
+    return found or None
 
 
 def submit_chunks(
@@ -274,29 +400,60 @@ def submit_chunks(
     return jobs
 
 
-def _read_files(batch: Batch, parent: int, files: list[tuple[str, os.stat_result]]) -> list[tuple[str, CapturedFile]]:
-    opened: list[tuple[str, int]] = []
-    rows = []
+def _read_files(
+    batch: Batch, rules: Rules, parent: int, files: list[tuple[str, os.stat_result]]
+) -> list[tuple[str, CapturedFile]]:
+    opened: list[tuple[str, os.stat_result, int]] = []
+    rows: list[tuple[str, CapturedFile]] = []
+    small: list[tuple[str, os.stat_result, dict[str, bytes] | None, bytes]] = []
     try:
-        for name, _ in files:
-            fd = _open(parent, name)
-            if fd is not None:
-                opened.append((name, fd))
-                if libc.dirty(fd) is not False:
-                    libc.start_writing(fd)
-        for name, fd in opened:
-            row = _read_file(fd, batch)
+        for name, seen in files:
+            fd = _open(parent, name, rules)
+            if fd is None:
+                continue
+            now = time.time_ns()
+            if now - seen.st_ctime_ns > _SURELY_WRITTEN_BACK_NS and seen.st_size <= PACKED_MAX:
+                try:
+                    whole = _read_old(fd, seen, rules)
+                finally:
+                    os.close(fd)
+                if whole is not None:
+                    small.append((name, seen, *whole))
+                    continue
+                fd = _open(parent, name, rules)
+                if fd is None:
+                    continue
+            opened.append((name, seen, fd))
+            if libc.dirty(fd) is not False:
+                libc.start_writing(fd)
+        for name, _, fd in opened:
+            row = _read_file(fd, batch, rules)
             if row is not None:
                 rows.append((name, row))
     finally:
-        for _, fd in opened:
+        for _, _, fd in opened:
             os.close(fd)
+    for (name, seen, xattrs, data), key in zip(small, batch.put_all([each[3] for each in small]), strict=True):
+        facts = seen.st_ino, seen.st_ctime_ns, seen.st_size, seen.st_mtime_ns, stat.S_IMODE(seen.st_mode)
+        rows.append((name, CapturedFile(*facts, ((0, len(data), key),) if data else (), xattrs, b"", None)))
     return rows
 
 
-def _open(parent: int, name: str) -> int | None:
+def _read_old(fd: int, seen: os.stat_result, rules: Rules) -> tuple[dict[str, bytes] | None, bytes] | None:
+    """Read a small file that was not changed for long, with few calls; None if it changes or has holes."""
+    if seen.st_blocks * 512 < seen.st_size:
+        return None
+    data = os.pread(fd, seen.st_size + 1, 0)
+    xattrs = _xattrs(fd, seen, rules.owner)
+    after = os.fstat(fd)
+    if _times(after) != _times(seen) or after.st_ino != seen.st_ino or len(data) != seen.st_size:
+        return None
+    return xattrs, data
+
+
+def _open(parent: int, name: str, rules: Rules) -> int | None:
     try:
-        return walk.open_for_reading(name, parent)
+        return rules.open_file(name, parent)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -305,14 +462,14 @@ def _open(parent: int, name: str) -> int | None:
         raise
 
 
-def _read_file(fd: int, batch: Batch) -> CapturedFile | None:
+def _read_file(fd: int, batch: Batch, rules: Rules) -> CapturedFile | None:
     for left in reversed(range(_TRIES)):
         before = os.fstat(fd)
         if not stat.S_ISREG(before.st_mode):
             return None
         now = time.time_ns()
         _show_later_writes(fd, before, now)
-        xattrs = walk.user_xattrs(fd) or None
+        xattrs = _xattrs(fd, before, rules.owner)
         written = os.fstat(fd)  # while a file is being written, its blocks are not all counted
         extents, size = _read_extents(fd, written, batch)
         after = os.fstat(fd)
@@ -320,9 +477,7 @@ def _read_file(fd: int, batch: Batch) -> CapturedFile | None:
         if unchanged or not left:
             inode = before.st_ino if unchanged and now - before.st_ctime_ns > FRESH_NS else _NEVER
             mode = stat.S_IMODE(after.st_mode)
-            return CapturedFile(
-                inode, after.st_ctime_ns, size, after.st_mtime_ns, mode, tuple(extents), xattrs, b"", None
-            )
+            return CapturedFile(inode, after.st_ctime_ns, size, after.st_mtime_ns, mode, tuple(extents), xattrs, b"", None)
     return None
 
 
@@ -363,19 +518,19 @@ def _read_extents(fd: int, info: os.stat_result, batch: Batch) -> tuple[list[tup
 def _group_links(seen: dict[bytes, _Seen], linked: dict[int, list[tuple[bytes, str]]], found: Captured) -> None:
     """Give all names of one file the same group, named after the first of them, so that equal trees stay equal."""
     for members in linked.values():
-        there = sorted((place, name) for place, name in members if name in seen[place].rows)
+        there = sorted((place, name) for place, name in members if name in (seen[place].rows or {}))
         if not there:
             continue
-        first = CapturedFile._make(seen[there[0][0]].rows[there[0][1]])
+        first = CapturedFile._make((seen[there[0][0]].rows or {})[there[0][1]])
         found.bytes += first.size
         group = place_of(*there[0])[:16] if len(there) > 1 else b""
         for place, name in there:
-            folder = seen[place]
-            row = folder.rows[name]
+            rows = seen[place].rows
+            assert rows is not None  # a directory with hard links is always looked at
             wanted = first._replace(group=group)
-            if row != wanted:
-                folder.rows[name] = wanted
-                folder.changed = True
+            if rows[name] != wanted:
+                rows[name] = wanted
+                seen[place].changed = True
 
 
 def _build(
@@ -396,11 +551,19 @@ def _build(
         ):
             found.known[place] = before
             continue
-        tree = Tree(stat.S_IMODE(here.info.st_mode), here.info.st_mtime_ns, here.fd_xattrs)
-        for name, row in here.rows.items():
-            tree.entries[os.fsencode(name)] = CapturedFile._make(row).node()
+        rows = here.rows
+        if rows is None:
+            assert before is not None  # its listing was compared
+            rows = before.rows
+        parts = {os.fsencode(name): pack_row(row) for name, row in rows.items()}
         for name in names:
-            tree.entries[os.fsencode(name)] = Node(EntryKind.DIRECTORY, tree=found.known[below[name]].tree)
-        key = batch.put_packed(pack_tree(tree))
-        found.known[place] = Folder(key, signature(here.info), here.fd_xattrs, here.rows, here.folders)
+            parts[os.fsencode(name)] = (1, found.known[below[name]].tree)
+        key = batch.put_packed(
+            pack_entries(stat.S_IMODE(here.info.st_mode), here.info.st_mtime_ns, here.fd_xattrs, parts)
+        )
+        fresh = any(row[0] == _NEVER for row in rows.values())
+        size = sum(row[2] for row in rows.values() if row[8] is None)
+        listing = b"" if fresh else here.listing
+        sign = signature(here.info)
+        found.known[place] = Folder(key, sign, here.fd_xattrs, rows, here.folders, listing, len(rows), size)
     found.tree = found.known[ROOT].tree

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from carrel.workspaces.volumes.capture import FRESH_NS, WORKERS, Folder, Known, capture
 from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader
@@ -96,4 +96,4 @@ def _doubt(folder: Folder, limit: int) -> Folder:
     for name in fresh:
         rows[name] = (0, *rows[name][1:])
     signature = folder.signature if folder.signature[1] <= limit else (0, 0, 0)
-    return replace(folder, rows=rows, signature=signature, packed=b"")
+    return Folder(folder.tree, signature, folder.xattrs, rows, folder.folders, files=folder.files, size=folder.size)

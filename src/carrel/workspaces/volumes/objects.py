@@ -315,6 +315,21 @@ class Batch:
             self.add(key, data)
         return key
 
+    def put_all(self, contents: list[bytes]) -> list[bytes]:
+        """Store small contents and return their names. Quicker than `put` for each: the lock is taken once."""
+        keys = [digest(data) for data in contents]
+        has, seen = self._store.has, self._seen
+        new = {
+            key: data for key, data in zip(keys, contents, strict=True) if data and key not in seen and not has(key, 0)
+        }
+        packed = {key: (*_deflate(data), len(data)) for key, data in new.items()}
+        with self._guard:
+            for key, (codec, stored, length) in packed.items():
+                if key not in seen:
+                    seen.add(key)
+                    self._append(key, codec, stored, length)
+        return keys
+
     def put_packed(self, data: bytes) -> bytes:
         """Store content in a pack whatever its size, unless it is stored already, and return its name."""
         key = digest(data)
@@ -333,15 +348,18 @@ class Batch:
             self._add_loose(key, codec, stored)
             return
         with self._guard:
-            if self._fd < 0:
-                self._begin()
-            self._places[key] = (self._offset + len(self._buffer), len(stored), codec, len(data))
-            self._buffer += stored
-            self.stored += len(stored)
-            if len(self._buffer) >= _BUFFER:
-                self._flush()
-            if self._offset >= _PACK_FULL:
-                self._seal()
+            self._append(key, codec, stored, len(data))
+
+    def _append(self, key: bytes, codec: int, stored: bytes, length: int) -> None:
+        if self._fd < 0:
+            self._begin()
+        self._places[key] = (self._offset + len(self._buffer), len(stored), codec, length)
+        self._buffer += stored
+        self.stored += len(stored)
+        if len(self._buffer) >= _BUFFER:
+            self._flush()
+        if self._offset >= _PACK_FULL:
+            self._seal()
 
     def _add_loose(self, key: bytes, codec: int, stored: bytes) -> None:
         path = self._store.loose_path(key, codec)

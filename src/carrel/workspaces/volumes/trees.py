@@ -68,17 +68,24 @@ class Tree:
 
 def pack_tree(tree: Tree) -> bytes:
     """Encode a directory; equal directories give equal bytes."""
-    rows: list[tuple[object, ...]] = []
-    for name, node in sorted(tree.entries.items()):
+    parts: dict[bytes, tuple[object, ...]] = {}
+    for name, node in tree.entries.items():
         if node.kind is EntryKind.DIRECTORY:
-            rows.append((name, 1, node.tree))
+            parts[name] = (1, node.tree)
         elif node.kind is EntryKind.LINK:
-            rows.append((name, 2, node.mtime_ns, node.target))
+            parts[name] = (2, node.mtime_ns, node.target)
         else:
-            rows.append(
-                (name, 0, node.mode, node.mtime_ns, node.size, node.extents, _sorted(node.xattrs), node.group or b"")
-            )
-    packed: bytes = msgpack.packb((_VERSION, tree.mode, tree.mtime_ns, _sorted(tree.xattrs), rows))
+            attributes = _sorted(node.xattrs)
+            parts[name] = (0, node.mode, node.mtime_ns, node.size, node.extents, attributes, node.group or b"")
+    return pack_entries(tree.mode, tree.mtime_ns, tree.xattrs, parts)
+
+
+def pack_entries(
+    mode: int, mtime_ns: int, xattrs: dict[str, bytes] | None, parts: dict[bytes, tuple[object, ...]]
+) -> bytes:
+    """Encode a directory from encoded entries."""
+    rows = [(name, *parts[name]) for name in sorted(parts)]
+    packed: bytes = msgpack.packb((_VERSION, mode, mtime_ns, _sorted(xattrs), rows))
     return packed
 
 
@@ -100,13 +107,7 @@ def unpack_tree(raw: bytes) -> Tree:
             else:
                 _, _, file_mode, mtime, size, extents, attributes, group = row
                 tree.entries[name] = Node(
-                    EntryKind.FILE,
-                    file_mode,
-                    mtime,
-                    size,
-                    extents,
-                    xattrs=dict(attributes) or None,
-                    group=group or None,
+                    EntryKind.FILE, file_mode, mtime, size, extents, xattrs=dict(attributes) or None, group=group or None
                 )
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         raise SnapshotDamaged(f"a directory of the snapshot cannot be decoded: {error}") from None
