@@ -91,15 +91,23 @@ def rename_new(from_dir: int, from_name: bytes, to_dir: int, to_name: bytes) -> 
     _check(_libc.renameat2(from_dir, from_name, to_dir, to_name, _RENAME_NOREPLACE))
 
 
-def exchange(a: str, b: str) -> bool:
-    """Swap two directories of one parent in one step; False where the file system cannot."""
+def exchange_entries(a_dir: int, a: bytes, b_dir: int, b: bytes) -> bool:
+    """Swap two entries of directories in one step; False where the file system cannot."""
     try:
-        _check(_libc.renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE))
+        _check(_libc.renameat2(a_dir, a, b_dir, b, _RENAME_EXCHANGE))
     except OSError as error:
         if error.errno in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
             return False
-        raise OSError(error.errno, error.strerror, a) from None
+        raise
     return True
+
+
+def exchange(a: str, b: str) -> bool:
+    """Swap two directories of one parent in one step; False where the file system cannot."""
+    try:
+        return exchange_entries(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, a) from None
 
 
 def chmod_directory(parent: int, name: bytes, mode: int) -> None:

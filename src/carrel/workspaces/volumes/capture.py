@@ -224,6 +224,7 @@ class _Seen:
     folders: list[str]
     changed: bool
     listing: bytes
+    expected: int = 0
 
 
 def capture(
@@ -338,7 +339,7 @@ def _look(
     folders.sort()
     unchanged, xattrs = _attributes(visited, before, rules)
     changed = not unchanged or before is None or bool(todo) or rows != old or folders != before.folders
-    seen[place] = _Seen(visited.info, xattrs, rows, folders, changed, listing)
+    seen[place] = _Seen(visited.info, xattrs, rows, folders, changed, listing, len(rows) + len(todo))
     found.files += len(rows) + len(todo)
     found.bytes += size
     submitted = submit_chunks(todo, lambda info: info.st_size, fd, partial(_read_files, batch, rules), pool, slots)
@@ -561,9 +562,11 @@ def _build(
         key = batch.put_packed(
             pack_entries(stat.S_IMODE(here.info.st_mode), here.info.st_mtime_ns, here.fd_xattrs, parts)
         )
-        fresh = any(row[0] == _NEVER for row in rows.values())
+        doubtful = any(row[0] == _NEVER for row in rows.values()) or (
+            here.rows is not None and len(rows) < here.expected
+        )
         size = sum(row[2] for row in rows.values() if row[8] is None)
-        listing = b"" if fresh else here.listing
+        listing = b"" if doubtful else here.listing
         sign = signature(here.info)
         found.known[place] = Folder(key, sign, here.fd_xattrs, rows, here.folders, listing, len(rows), size)
     found.tree = found.known[ROOT].tree

@@ -34,7 +34,7 @@ from carrel.workspaces.volumes.exporting import Exported, export_tree
 from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader, newest_ns, sweep
 from carrel.workspaces.volumes.rebuild import rebuild
 from carrel.workspaces.volumes.records import Records
-from carrel.workspaces.volumes.trees import EntryKind, Node, Position, compare, unpack_tree
+from carrel.workspaces.volumes.trees import EntryKind, Node, Position, compare, mark, unpack_tree
 
 _NEW, _OLD, _GONE = ".new-", ".old-", ".gone-"
 
@@ -245,33 +245,15 @@ class DirectoryDriver(VolumeDriver):
                 return replace(sweep(self._store, trees | parts, keep_ns), damaged=tuple(damaged))
 
     def _mark(self, reader: Reader, trees: set[bytes], parts: set[bytes]) -> list[str]:
-        """Add the objects that snapshots need, and return the snapshots that cannot be read completely.
-
-        `trees` is separate from `parts`: a file with the bytes of a directory's object must not hide the directory.
-        """
+        """Add the objects that snapshots need, and return the snapshots that cannot be read completely."""
         damaged = []
         for snapshot_id in self.snapshots():
             try:
-                pending = [self._records.read(snapshot_id)[0]]
+                mark(self._records.read(snapshot_id)[0], lambda key: unpack_tree(reader.read(key)), trees, parts)
             except NotFound:
                 continue
             except SnapshotDamaged:
                 damaged.append(snapshot_id)
-                continue
-            while pending:
-                key = pending.pop()
-                if key in trees:
-                    continue
-                try:
-                    tree = unpack_tree(reader.read(key))
-                except SnapshotDamaged:
-                    damaged.append(snapshot_id)
-                    break
-                for node in tree.entries.values():
-                    if node.kind is EntryKind.DIRECTORY:
-                        pending.append(node.tree)
-                    parts.update(part for _, _, part in node.extents)
-                trees.add(key)
         return damaged
 
     @contextmanager

@@ -120,7 +120,7 @@ class _Rebuild:
     def _write_file(self, parent: int, name: str, node: Node) -> CapturedFile:
         fd = os.open(name, _NEW, 0o600, dir_fd=parent)
         try:
-            self._fill(fd, node)
+            fill_file(self._store, self._reader, fd, node)
             walk.set_attributes(fd, node.mode, node.mtime_ns, node.xattrs, self._owner)
             info = os.fstat(fd)
         finally:
@@ -130,35 +130,6 @@ class _Rebuild:
         inode = info.st_ino if node.group is None else 0  # linking a file changes its times once more
         times = info.st_ctime_ns, node.size, info.st_mtime_ns
         return CapturedFile(inode, *times, node.mode, node.extents, node.xattrs, node.group or b"", None)
-
-    def _fill(self, fd: int, node: Node) -> None:
-        if len(node.extents) == 1 and node.extents[0][1] == node.size:
-            key = node.extents[0][2]
-            if node.size > (1 << 20) and self._cloned(fd, key):
-                return
-            write_all(fd, self._reader.read(key))
-            return
-        for offset, _, key in node.extents:
-            os.lseek(fd, offset, os.SEEK_SET)
-            write_all(fd, self._reader.read(key))
-        if node.extents and node.extents[-1][0] + node.extents[-1][1] == node.size:
-            return
-        os.ftruncate(fd, node.size)
-
-    def _cloned(self, fd: int, key: bytes) -> bool:
-        try:
-            source = os.open(self._store.raw_path(key), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            if not libc.clone(source, fd):
-                return False
-            if digest(os.pread(source, os.fstat(source).st_size, 0)) != key:
-                os.ftruncate(fd, 0)
-                return False  # reading it the ordinary way reports the damage
-            return True
-        finally:
-            os.close(source)
 
     def _finish(self, number: int, fd: int) -> None:
         walk.set_attributes(fd, *self._attributes[number], self._owner)
@@ -171,3 +142,35 @@ class _Rebuild:
             for name, row in folder.rows.items():
                 if row[1] > limit:
                     folder.rows[name] = (0, *row[1:])
+
+
+def fill_file(store: ObjectStore, reader: Reader, fd: int, node: Node) -> None:
+    """Write the content of a stored file into an empty one; shares blocks where the file system can."""
+    if len(node.extents) == 1 and node.extents[0][1] == node.size:
+        key = node.extents[0][2]
+        if node.size > (1 << 20) and _cloned(store, fd, key):
+            return
+        write_all(fd, reader.read(key))
+        return
+    for offset, _, key in node.extents:
+        os.lseek(fd, offset, os.SEEK_SET)
+        write_all(fd, reader.read(key))
+    if node.extents and node.extents[-1][0] + node.extents[-1][1] == node.size:
+        return
+    os.ftruncate(fd, node.size)
+
+
+def _cloned(store: ObjectStore, fd: int, key: bytes) -> bool:
+    try:
+        source = os.open(store.raw_path(key), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        if not libc.clone(source, fd):
+            return False
+        if digest(os.pread(source, os.fstat(source).st_size, 0)) != key:
+            os.ftruncate(fd, 0)
+            return False  # reading it the ordinary way reports the damage
+        return True
+    finally:
+        os.close(source)

@@ -209,3 +209,20 @@ def _all_beneath(
                 changes.add(below.path(), kind)
                 if child.kind is EntryKind.DIRECTORY:
                     pending.append((below, child))
+
+
+def mark(top: bytes, load: Callable[[bytes], Tree], trees: set[bytes], parts: set[bytes]) -> None:
+    """Add the objects that a tree needs. `load` may raise.
+
+    `trees` is separate from `parts`: a file with the bytes of a directory's object must not hide the directory.
+    """
+    pending = [top]
+    while pending:
+        key = pending.pop()
+        if key in trees:
+            continue
+        for node in load(key).entries.values():
+            if node.kind is EntryKind.DIRECTORY:
+                pending.append(node.tree)
+            parts.update(part for _, _, part in node.extents)
+        trees.add(key)
