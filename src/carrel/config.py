@@ -101,6 +101,34 @@ class SandboxSettings(_Group):
         return tuple(os.path.realpath(root) for root in self.folder_roots.split(os.pathsep) if root)
 
 
+class CheckpointSettings(_Group):
+    """Checkpoints of folders that are workspaces, for `carrel diff` and `carrel undo`."""
+
+    enabled: bool = Field(
+        default=True,
+        description="record a folder before a sandbox starts on it and when the sandbox has ended; otherwise an "
+        "agent's changes cannot be undone",
+    )
+    keep_runs: int = Field(default=20, ge=1, le=10_000, description="runs of a context whose checkpoints are kept")
+    max_mb: int = Field(
+        default=20_480,
+        ge=1,
+        description="disk space for checkpoints; beyond it the oldest runs are removed, and a folder with more new "
+        "content is refused",
+    )
+    ignore: str = Field(
+        default="",
+        pattern=r"^[^/]*$",
+        description="names of directories, separated by `,`, that are not recorded, besides the usual build folders "
+        "such as `node_modules`",
+    )
+
+    @property
+    def ignored_names(self) -> tuple[str, ...]:
+        """The names of directories that are not recorded, besides the usual ones."""
+        return tuple(name.strip() for name in self.ignore.split(",") if name.strip() and name.strip() != ".git")
+
+
 class PolicySettings(_Group):
     """The policy for every context of the server. A context's own policy cannot allow what this one denies."""
 
@@ -287,6 +315,7 @@ class Settings(_Group):
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
     router: RouterSettings = Field(default_factory=RouterSettings)
     mcp: McpSettings = Field(default_factory=McpSettings)
+    checkpoints: CheckpointSettings = Field(default_factory=CheckpointSettings)
 
     @field_validator("data_dir")
     @classmethod

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from tests.support.trees_for_tests import mutate, picture
 
 from carrel.errors import Conflict, LimitExceeded, NotFound, SnapshotDamaged
-from carrel.workspaces.checkpoints import Checkpoint, CheckpointReason, CheckpointStore
+from carrel.workspaces.checkpoints import Checkpoint, CheckpointKind, CheckpointStore
 from carrel.workspaces.undoing import ASIDE, Reason
 from carrel.workspaces.volumes.base import ChangeKind
 
-START, END = CheckpointReason.START, CheckpointReason.END
+START, END = CheckpointKind.START, CheckpointKind.END
 
 
 def opened(path: Path, most_bytes: int = 1 << 30) -> CheckpointStore:
@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def take(store: CheckpointStore, folder: Path, begin: Checkpoint | None = None) -> Checkpoint:
-    return store.take("c", str(folder), END if begin else START, begin.id if begin else None)
+    return store.take("c", str(folder), END if begin else START, begin=begin.id if begin else None)
 
 
 def timeless(path: Path | str) -> dict[str, Any]:
@@ -139,14 +139,16 @@ def test_every_kind_of_change_is_listed_and_undone(store: CheckpointStore, folde
         (b"text", ChangeKind.CHANGED),
         (b"twin", ChangeKind.CHANGED),
     ]
-    patches = store.patch(start, end, [b"text", b"mode", b"link", b"dir/sub/gone", b"new/deep/file"])
-    assert patches[b"text"] == "--- a/text\n+++ b/text\n@@ -1,3 +1,3 @@\n one\n-two\n+2\n three\n"
-    assert patches[b"mode"] == "old mode 755\nnew mode 600\n"
-    assert patches[b"link"] is None and patches[b"dir/sub/gone"] is None
-    assert (
-        patches[b"new/deep/file"]
-        == "--- /dev/null\n+++ b/new/deep/file\n@@ -0,0 +1 @@\n+x\n\\ No newline at end of file\n"
+    patch = store.patch(start, end, [])
+    assert patch.omitted == [b"dir", b"dir/sub/gone", b"link"]
+    assert "".join(patch.texts) == (
+        "old mode 755\nnew mode 600\n"
+        "--- /dev/null\n+++ b/new/deep/file\n@@ -0,0 +1 @@\n+x\n\\ No newline at end of file\n"
+        "--- a/text\n+++ b/text\n@@ -1,3 +1,3 @@\n one\n-two\n+2\n three\n"
+        "--- a/twin\n+++ b/twin\n@@ -1 +1 @@\n"
+        "-linked\n\\ No newline at end of file\n+not linked\n\\ No newline at end of file\n"
     )
+    assert len(store.patch(start, None, [b"new"]).texts) == 1
     planned, _ = store.undo(start, end, None, dry_run=True)
     assert timeless(folder) != first
     done, _ = store.undo(start, end, None, dry_run=False)

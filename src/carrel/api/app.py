@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute, Route, Router
 from carrel.api import (
     approvals,
     audit,
+    checkpoints,
     code_contexts,
     commands,
     contexts,
@@ -73,7 +74,8 @@ def create_app(
 
 _RESOURCES = (
     commands, python, sandboxes, files, stateless, code_contexts, mcp_servers, terminals,
-    approvals, audit, contexts, envs, filespaces, host, metrics, policies, secrets, snapshots, templates, tokens, tools,
+    approvals, audit, checkpoints, contexts, envs, filespaces, host, metrics, policies, secrets, snapshots,
+    templates, tokens, tools,
 )  # fmt: skip
 """The most frequent first: the framework tries the routes one after the other."""
 

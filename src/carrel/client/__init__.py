@@ -13,6 +13,7 @@ from carrel.client.locate import Address, data_dir, local_server, locate
 if TYPE_CHECKING:
     from carrel.client._async.approvals import AsyncApprovals
     from carrel.client._async.audit import AsyncAudit
+    from carrel.client._async.checkpoints import AsyncFolderCheckpoints
     from carrel.client._async.client import AsyncClient
     from carrel.client._async.commands import AsyncCommand, AsyncCommands, AsyncOutputStream
     from carrel.client._async.envs import AsyncEnvironments, AsyncSandboxEnvironments
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from carrel.client._async.tokens import AsyncTokens
     from carrel.client._sync.approvals import Approvals
     from carrel.client._sync.audit import Audit
+    from carrel.client._sync.checkpoints import FolderCheckpoints
     from carrel.client._sync.client import Client
     from carrel.client._sync.commands import Command, Commands, OutputStream
     from carrel.client._sync.envs import Environments, SandboxEnvironments
@@ -57,6 +59,7 @@ __all__ = [
     "AsyncEnvironments",
     "AsyncFiles",
     "AsyncFilespace",
+    "AsyncFolderCheckpoints",
     "AsyncMcp",
     "AsyncOutputStream",
     "AsyncPolicy",
@@ -77,6 +80,7 @@ __all__ = [
     "Environments",
     "Files",
     "Filespace",
+    "FolderCheckpoints",
     "Listing",
     "Mcp",
     "Output",
@@ -95,10 +99,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "approvals": "Approvals", "audit": "Audit", "client": "Client", "commands": "Command Commands OutputStream",
-    "envs": "Environments SandboxEnvironments", "files": "Files", "filespace": "Filespace", "mcp": "Mcp",
-    "policies": "Policy", "python": "CellStream CodeContext Python", "sandbox": "Sandbox", "secrets": "Secrets",
-    "stateless": "StatelessPython", "terminal": "Terminal", "tokens": "Tokens",
+    "approvals": "Approvals", "audit": "Audit", "checkpoints": "FolderCheckpoints", "client": "Client",
+    "commands": "Command Commands OutputStream", "envs": "Environments SandboxEnvironments", "files": "Files",
+    "filespace": "Filespace", "mcp": "Mcp", "policies": "Policy", "python": "CellStream CodeContext Python",
+    "sandbox": "Sandbox", "secrets": "Secrets", "stateless": "StatelessPython", "terminal": "Terminal",
+    "tokens": "Tokens",
 }  # fmt: skip
 _MODULE_OF = {"Chunk": "output", "Listing": "listing", "Output": "output"}
 for _module, _names in _MODULES.items():

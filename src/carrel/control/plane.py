@@ -56,6 +56,7 @@ from carrel.control.sessions.starting import Starting
 from carrel.control.sessions.templates import Templates
 from carrel.control.sessions.upkeep import EXPIRE_EVERY, Upkeep
 from carrel.control.workspaces.bundles import Bundles
+from carrel.control.workspaces.checkpoints import CheckpointOperations, RunCheckpoints
 from carrel.control.workspaces.disk import Disk
 from carrel.control.workspaces.filespace_bases import FilespaceBases
 from carrel.control.workspaces.filespace_files import FilespaceFiles
@@ -82,6 +83,7 @@ from carrel.store.policies import PolicyStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.store.tokens import TokenStore
 from carrel.workspaces.archive import Archive
+from carrel.workspaces.checkpoints import CheckpointStore
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes.doctor import disk_quota, retention
@@ -105,6 +107,7 @@ class ControlPlane:
         database: Database,
         key: SigningKey,
         vault: Vault,
+        checkpoints: CheckpointStore,
         *,
         policy: Layer | None,
         upstreams: Sequence[Upstream],
@@ -175,6 +178,12 @@ class ControlPlane:
         self._protected_folders = ProtectedFolders(os.path.join(layout.data_dir, "protected"), audit, notes)
         secret_files = SecretFiles(values, plans, admission, live)
         holds = EnvironmentHolds(environment_store)
+        runs = RunCheckpoints(
+            checkpoints,
+            enabled=settings.checkpoints.enabled,
+            keep_runs=settings.checkpoints.keep_runs,
+            max_bytes=settings.checkpoints.max_mb * MB,
+        )
         declarations = McpDeclarations(mcp_store, links)
         self.attachments = attachments = Attachments(
             templates=templates,
@@ -182,6 +191,7 @@ class ControlPlane:
             limits=PolicyLimits(policies),
             network=NetworkMode(policies, settings.egress, default=settings.sandbox.network),
             folders=Folders(settings.sandbox.folder_root_paths, layout.data_dir),
+            checkpoints=runs,
             filespace=files,
             masks=masks,
             protected_folders=self._protected_folders,
@@ -222,6 +232,7 @@ class ControlPlane:
             sessions, operations, workspaces, store, policies, changes, self.secrets, files
         )
         self.bundles = Bundles(operations)
+        self.checkpoints = CheckpointOperations(sessions, operations, checkpoints)
 
         # Python, MCP servers, calls without a context
         self.envs = EnvironmentUse(environments, packages, sessions, operations, own)
@@ -267,6 +278,7 @@ class ControlPlane:
                 (secret_files.catch_up, SECRETS_FRESH_S),
                 (environments.evict, EVICT_EVERY_S),
                 (approvals.prune, EXPIRE_EVERY),
+                (runs.shrink, FORGET_EVERY_S),
             ),
         )  # fmt: skip
         self._upkeep_task: asyncio.Task[None] | None = None
@@ -288,6 +300,12 @@ class ControlPlane:
             stack.push_async_callback(host.close)
             database = await Database.open(settings.database_url)
             stack.push_async_callback(database.close)
+            checkpoints = CheckpointStore(
+                os.path.join(host.layout.data_dir, "checkpoints"),
+                most_bytes=settings.checkpoints.max_mb * MB,
+                ignored=settings.checkpoints.ignored_names,
+            )
+            await asyncio.to_thread(checkpoints.open)
             files = settings.policy
             policy = await asyncio.to_thread(Policies.server_layer, files.settings_file, files.sources_file)
             upstreams = await asyncio.to_thread(read_upstreams, settings.egress.upstreams_file)
@@ -295,7 +313,16 @@ class ControlPlane:
             key = await asyncio.to_thread(SigningKey.load, host.layout.data_dir)
             vault = await asyncio.to_thread(Vault.open, host.layout.data_dir, settings.secret_key)
             plane = cls(
-                settings, host, database, key, vault, policy=policy, upstreams=upstreams, platform=platform, token=token
+                settings,
+                host,
+                database,
+                key,
+                vault,
+                checkpoints,
+                policy=policy,
+                upstreams=upstreams,
+                platform=platform,
+                token=token,
             )
             stack.pop_all()
         try:

@@ -16,6 +16,16 @@ from carrel.models.base import NoNul as NoNul
 from carrel.models.base import OwnId as OwnId
 from carrel.models.base import Request as Request
 from carrel.models.base import TemplateName as TemplateName
+from carrel.models.checkpoints import CheckpointInfo as CheckpointInfo
+from carrel.models.checkpoints import CheckpointList as CheckpointList
+from carrel.models.checkpoints import CheckpointRequest as CheckpointRequest
+from carrel.models.checkpoints import FolderChange as FolderChange
+from carrel.models.checkpoints import FolderChanges as FolderChanges
+from carrel.models.checkpoints import FolderPatch as FolderPatch
+from carrel.models.checkpoints import LeftChange as LeftChange
+from carrel.models.checkpoints import UndoneChange as UndoneChange
+from carrel.models.checkpoints import UndoRequest as UndoRequest
+from carrel.models.checkpoints import UndoResult as UndoResult
 from carrel.models.commands import CommandInfo as CommandInfo
 from carrel.models.commands import CommandList as CommandList
 from carrel.models.commands import CommandRequest as CommandRequest

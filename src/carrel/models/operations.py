@@ -327,6 +327,18 @@ RESTORE = _row("restore", "session", OPERATE, f"POST {_SANDBOX}/restore")
 FORK = _row("fork", "session", OPERATE, f"POST {_SANDBOX}/fork")
 STREAM_EVENTS = _row("stream_events", None, READ)
 
+# checkpoints of folders
+_CHECKPOINTS = f"{_CONTEXT}/checkpoints"
+LIST_CHECKPOINTS = _row("list_checkpoints", "session", READ, f"GET {_CHECKPOINTS}")
+TAKE_CHECKPOINT = _row("checkpoint", "session", OPERATE, f"POST {_CHECKPOINTS}", id="take_checkpoint")
+COMPARE_CHECKPOINTS = _row("compare_checkpoints", "session", READ, f"GET {_CHECKPOINTS}/{{checkpoint_id}}/changes")
+PATCH_CHECKPOINTS = _row(
+    "patch_checkpoints", "file", READ, f"GET {_CHECKPOINTS}/{{checkpoint_id}}/patch", decides=READS_ALL
+)
+PATCH_BY_ADMINISTRATOR = _row("patch_checkpoints", "session")  # no policy of a context holds for an administrator
+# A person decides about the work of an agent, so the token of the agent is not enough.
+UNDO_CHECKPOINT = _row("undo", "session", APPROVE, f"POST {_CHECKPOINTS}/{{checkpoint_id}}/undo", id="undo_checkpoint")
+
 # approvals
 LIST_APPROVALS = _row("list_approvals", None, READ, "GET /v1/approvals", context_from="listed")
 GET_APPROVAL = _row("get_approval", None, READ, "GET /v1/approvals/{approval_id}", context_from="handler")

@@ -13,17 +13,18 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 from carrel.errors import CarrelError, Conflict, LimitExceeded, NotFound, SnapshotDamaged
 from carrel.primitives.atomic import sync_directory, write_file
 from carrel.primitives.keyed_lock import KeyedThreadLocks
+from carrel.primitives.libc import open_without_links
 from carrel.primitives.trees import remove_tree
-from carrel.workspaces.folder_rules import IGNORED, FolderRules
+from carrel.workspaces.folder_rules import FolderRules
 from carrel.workspaces.layout import decode, encode
 from carrel.workspaces.line_diffs import unified
-from carrel.workspaces.undoing import Differences, Undo, Undone, differences, lookup
+from carrel.workspaces.undoing import Difference, Differences, Undo, Undone, differences
 from carrel.workspaces.volumes.base import Collected, check_name
 from carrel.workspaces.volumes.capture import Captured, Known, capture, pack_known, unpack_known
 from carrel.workspaces.volumes.directory import failing
@@ -32,12 +33,15 @@ from carrel.workspaces.volumes.trees import EntryKind, Node, Tree, mark, unpack_
 
 MOST_PATCH_BYTES = 1 << 20
 """The largest file whose changes are shown line by line."""
+MOST_PATCHED = 2000
+"""The most files whose changes are shown at once."""
+MOST_PATCH_CHARACTERS = 4 << 20
 _MOST_LINES = 20_000
 _LARGEST_RECORD = 1 << 20
 
 
-class CheckpointReason(StrEnum):
-    """Why a checkpoint was taken."""
+class CheckpointKind(StrEnum):
+    """When a checkpoint was taken."""
 
     START = "start"
     """A sandbox was about to start on the folder."""
@@ -59,7 +63,8 @@ class Checkpoint:
     context_id: str
     folder: str
     identity: tuple[int, int]
-    reason: CheckpointReason
+    kind: CheckpointKind
+    reason: str
     created_at: float
     tree: str
     begin: str | None
@@ -72,24 +77,28 @@ class Checkpoint:
     left_out_count: int
 
 
+@dataclass(slots=True)
+class Patch:
+    """Changes line by line. `omitted` are changed files without lines: binary, large, links."""
+
+    texts: list[str] = field(default_factory=list)
+    omitted: list[bytes] = field(default_factory=list)
+    truncated: bool = False
+
+
 def open_folder(path: str) -> int:
     """Open a directory by its absolute path; no part of the path may be a link."""
-    fd = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    names = [*filter(None, path.split("/")), "."]
-    for number, name in enumerate(names, 1):
-        flags = os.O_RDONLY if number == len(names) else os.O_PATH
-        try:
-            below = os.open(name, flags | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
-        finally:
-            os.close(fd)
-        fd = below
-    return fd
+    place = open_without_links(path)
+    try:
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=place)
+    finally:
+        os.close(place)
 
 
 class CheckpointStore:
     """The checkpoints of all folders of a server, below one directory. May be used from several threads."""
 
-    def __init__(self, root: str, *, most_bytes: int, ignored: Sequence[str] = IGNORED):
+    def __init__(self, root: str, *, most_bytes: int, ignored: Sequence[str] = ()):
         self._root = root
         self._records = os.path.join(root, "records")
         self._cache = os.path.join(root, "cache")
@@ -114,14 +123,16 @@ class CheckpointStore:
 
     # taking
 
-    def take(self, context_id: str, folder: str, reason: CheckpointReason, begin: str | None = None) -> Checkpoint:
-        """Record the folder as it is now. A crash leaves a whole checkpoint or none."""
+    def take(
+        self, context_id: str, folder: str, kind: CheckpointKind, *, begin: str | None = None, reason: str = ""
+    ) -> Checkpoint:
+        """Record the folder as it is now. `reason` is a text for people. A crash leaves a whole checkpoint or none."""
         with self._locks.hold(folder), self._store.shared(), self._opened(folder) as root:
-            made, _ = self._take(context_id, folder, root, reason, begin)
+            made, _ = self._take(context_id, folder, root, kind, begin, reason)
         return made
 
     def _take(
-        self, context_id: str, folder: str, root: int, reason: CheckpointReason, begin: str | None
+        self, context_id: str, folder: str, root: int, kind: CheckpointKind, begin: str | None, reason: str = ""
     ) -> tuple[Checkpoint, Captured]:
         captured, rules, stored = self._capture(folder, root)
         info = os.fstat(root)
@@ -130,6 +141,7 @@ class CheckpointStore:
             context_id=context_id,
             folder=folder,
             identity=(info.st_dev, info.st_ino),
+            kind=kind,
             reason=reason,
             created_at=time.time(),
             tree=captured.tree.hex(),
@@ -230,7 +242,7 @@ class CheckpointStore:
         if check.strip() != digest(body).hex().encode():
             raise SnapshotDamaged(f"the record of checkpoint {checkpoint_id} is damaged", object=checkpoint_id)
         value = json.loads(body)
-        value["reason"] = CheckpointReason(value["reason"])
+        value["kind"] = CheckpointKind(value["kind"])
         for name in ("identity", "ignored", "left_out"):
             value[name] = tuple(value[name])
         return Checkpoint(**value)
@@ -255,17 +267,29 @@ class CheckpointStore:
         with self._locks.hold(folder), self._opened(folder) as root:
             return self._capture(folder, root)[0].tree
 
-    def patch(self, before: Checkpoint, after: Checkpoint | None, paths: Sequence[bytes]) -> dict[bytes, str | None]:
-        """Return the changes of text files as unified diffs, by path; None for those without lines: binary files,
-        links, large files.
-        """
+    def patch(self, before: Checkpoint, after: Checkpoint | None, paths: Sequence[bytes]) -> Patch:
+        """Return the changes of text files, all or those at and below some paths, as a unified diff."""
         with self._store.shared(), Reader(self._store) as reader:
             tree, load = self._tree(before.folder, after), _loader(reader)
-            found = {}
-            for path in paths:
-                old, new = lookup(bytes.fromhex(before.tree), path, load), lookup(tree, path, load)
-                found[path] = _patch(path, old, new, reader)
-            return found
+            with failing("cannot compare the checkpoints"):
+                found = differences(bytes.fromhex(before.tree), tree, load)
+                made = Patch(truncated=found.truncated)
+                length = 0
+                for each in found.items:
+                    if all(node is None or node.kind is Kind.DIRECTORY for node in (each.before, each.after)):
+                        continue
+                    if paths and not any(each.path == one or each.path.startswith(one + b"/") for one in paths):
+                        continue
+                    text = _patch(each, reader)
+                    if text is None:
+                        made.omitted.append(each.path)
+                    else:
+                        made.texts.append(text)
+                        length += len(text)
+                    if length > MOST_PATCH_CHARACTERS or len(made.texts) + len(made.omitted) >= MOST_PATCHED:
+                        made.truncated = True
+                        break
+                return made
 
     # undoing
 
@@ -290,13 +314,13 @@ class CheckpointStore:
             if dry_run:
                 now = self._capture(folder, root)[0]
             else:
-                begin, now = self._take(start.context_id, folder, root, CheckpointReason.UNDO, None)
+                begin, now = self._take(start.context_id, folder, root, CheckpointKind.UNDO, None)
             last = now.tree if end is None else bytes.fromhex(end.tree)
             with Reader(self._store) as reader, failing(f"cannot undo changes in {folder}"):
                 undo = Undo(self._store, reader, root, bytes.fromhex(start.tree), last, now)
                 done = undo.run(paths, dry_run=dry_run)
             if begin is not None:
-                self._take(start.context_id, folder, root, CheckpointReason.END, begin.id)
+                self._take(start.context_id, folder, root, CheckpointKind.END, begin.id)
         return done, begin
 
     # retention
@@ -313,7 +337,7 @@ class CheckpointStore:
     def prune(self, context_id: str, keep_runs: int) -> int:
         """Remove the checkpoints of the oldest runs of a context; return how many checkpoints were removed."""
         found = self.all_of(context_id)
-        begins = [each.id for each in found if each.reason is not CheckpointReason.END]
+        begins = [each.id for each in found if each.kind is not CheckpointKind.END]
         kept = set(begins[-keep_runs:])
         gone = [each for each in found if (each.begin or each.id) not in kept]
         self._remove(gone)
@@ -385,7 +409,9 @@ def _loader(reader: Reader) -> Callable[[bytes], Tree]:
     return lambda key: unpack_tree(reader.read(key))
 
 
-def _patch(path: bytes, old: Node | None, new: Node | None, reader: Reader) -> str | None:
+def _patch(change: Difference, reader: Reader) -> str | None:
+    """Return the unified diff of a text file; None if there are no lines to show."""
+    old, new = change.before, change.after
     texts = []
     for node in (old, new):
         if node is not None and (node.kind is not EntryKind.FILE or node.size > MOST_PATCH_BYTES):
@@ -398,7 +424,7 @@ def _patch(path: bytes, old: Node | None, new: Node | None, reader: Reader) -> s
         if "\0" in text or text.count("\n") > _MOST_LINES:
             return None
         texts.append(text)
-    name = path.decode(errors="backslashreplace")
+    name = change.path.decode(errors="backslashreplace")
     before = "/dev/null" if old is None else f"a/{name}"
     after = "/dev/null" if new is None else f"b/{name}"
     modes = ""

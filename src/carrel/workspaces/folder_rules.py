@@ -39,8 +39,8 @@ _LONGEST_SHOWN = 1000
 class FolderRules(Rules):
     """The rules for one capture of a folder; it collects what was left out."""
 
-    def __init__(self, owner: tuple[int, int], most_bytes: int, ignored: Iterable[str] = IGNORED):
-        self._always = frozenset(ignored)
+    def __init__(self, owner: tuple[int, int], most_bytes: int, more: Iterable[str] = ()):
+        self._always = frozenset((*IGNORED, *more))
         self.may_ignore = self._always | _BESIDE.keys()
         self.owner = owner
         self.most_bytes = most_bytes

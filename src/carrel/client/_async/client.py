@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from carrel.client._async.approvals import AsyncApprovals
 from carrel.client._async.audit import AsyncAudit
+from carrel.client._async.checkpoints import AsyncFolderCheckpoints
 from carrel.client._async.connection import AsyncConnection
 from carrel.client._async.envs import AsyncEnvironments
 from carrel.client._async.filespace import AsyncFilespace
@@ -117,6 +118,10 @@ class AsyncClient:
     def filespace(self, context_id: str) -> AsyncFilespace:
         """Return the filespace of a context. Sends no request and needs no sandbox."""
         return AsyncFilespace(self._connection, context_id)
+
+    def checkpoints(self, context_id: str) -> AsyncFolderCheckpoints:
+        """Return the checkpoints of a context that works on a folder. Sends no request and needs no sandbox."""
+        return AsyncFolderCheckpoints(self._connection, context_id)
 
     def policy(self, context_id: str) -> AsyncPolicy:
         """Return the policy of a context. Sends no request and needs no sandbox."""

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from carrel.client._sync.approvals import Approvals
 from carrel.client._sync.audit import Audit
+from carrel.client._sync.checkpoints import FolderCheckpoints
 from carrel.client._sync.connection import Connection
 from carrel.client._sync.envs import Environments
 from carrel.client._sync.filespace import Filespace
@@ -118,6 +119,10 @@ class Client:
     def filespace(self, context_id: str) -> Filespace:
         """Return the filespace of a context. Sends no request and needs no sandbox."""
         return Filespace(self._connection, context_id)
+
+    def checkpoints(self, context_id: str) -> FolderCheckpoints:
+        """Return the checkpoints of a context that works on a folder. Sends no request and needs no sandbox."""
+        return FolderCheckpoints(self._connection, context_id)
 
     def policy(self, context_id: str) -> Policy:
         """Return the policy of a context. Sends no request and needs no sandbox."""

@@ -99,6 +99,7 @@ class Attachments:
     limits: Attachment
     network: Attachment
     folders: Attachment
+    checkpoints: Attachment
     filespace: Attachment
     masks: Attachment
     protected_folders: Attachment
