@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ def environment(directory: Path) -> dict[str, str]:
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("server") / "data"
     command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(directory)]
-    command += ["--set", "sandbox.allow_process=true"]
+    command += ["--set", "sandbox.allow_process=true", "--set", f"sandbox.folder_roots={tempfile.gettempdir()}"]
     log = directory.parent / "server.log"
     with log.open("ab") as output:
         server = subprocess.Popen(command, env=environment(directory), stdout=output, stderr=output)
@@ -56,7 +57,11 @@ def cli_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CliServer]:
 
 def _runner(directory: Path, server: CliServer) -> Carrel:
     def run(
-        *words: str, stdin: bytes | None = None, env: dict[str, str] | None = None, timeout: float = 60
+        *words: str,
+        stdin: bytes | None = None,
+        env: dict[str, str] | None = None,
+        timeout: float = 60,
+        cwd: Path | None = None,
     ) -> subprocess.CompletedProcess[bytes]:
         forked = all(name.startswith("CARREL_") for name in env or ())
         command = server.command(*words) if forked else [sys.executable, "-m", "carrel", *words]
@@ -68,6 +73,7 @@ def _runner(directory: Path, server: CliServer) -> Carrel:
             env={**environment(directory), **(env or {})},
             timeout=timeout,
             check=False,
+            cwd=cwd,
         )
 
     return run

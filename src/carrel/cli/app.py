@@ -37,6 +37,8 @@ _COMMANDS = {
     "fork": ("Snapshots", "snapshots.fork"),
     "diff": ("Snapshots", "snapshots.diff"),
     "download": ("Snapshots", "snapshots.download"),
+    "undo": ("Folders", "runs.undo"),
+    "log": ("Folders", "runs.log"),
     "approvals": ("Policy", "approvals.app"),
     "approve": ("Policy", "approvals.approve"),
     "deny": ("Policy", "approvals.deny"),

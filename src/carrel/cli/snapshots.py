@@ -100,16 +100,35 @@ def fork(
 
 
 def diff(
-    context: Context,
-    before: Annotated[str, typer.Argument(metavar="BEFORE", help="The older snapshot.")],
-    after: Annotated[str, typer.Argument(metavar="AFTER", help="The newer snapshot.")],
+    context: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN|CONTEXT", help="A run on this folder, or a context.", autocompletion=options.contexts
+        ),
+    ] = None,
+    before: Annotated[str | None, typer.Argument(metavar="BEFORE", help="The older snapshot.")] = None,
+    after: Annotated[str | None, typer.Argument(metavar="AFTER", help="The newer snapshot.")] = None,
+    patch: Annotated[bool, typer.Option("--patch", help="Show the changed lines of text files.")] = False,
+    path: Annotated[str | None, typer.Option("--path", "-p", metavar="PATH", help="Only this file or folder.")] = None,
+    now: Annotated[bool, typer.Option("--now", help="Show all changes since the run began, by anybody.")] = False,
     json: options.Json = False,
 ) -> None:
-    """Show which files differ between two snapshots.
+    """Show the changes of the last run of an agent on the current folder, or those between two snapshots.
 
     \b
+    carrel diff
+    carrel diff --patch --path src
     carrel diff conversation-42 snap-0123456789abcdef snap-fedcba9876543210
     """
+    if before is None or context is None:
+        from carrel.cli.runs import show_diff
+
+        show_diff(context, path, patch=patch, now=now, json=json)
+        return
+    if after is None:
+        raise typer.BadParameter("a context needs two snapshots; see `carrel snapshots`", param_hint="AFTER")
+    if patch or path or now:
+        raise typer.BadParameter("this is for runs on a folder, not for snapshots", param_hint="--patch, --path, --now")
     with attached(context) as box:
         changes = box.diff(before, after)
     if json:
