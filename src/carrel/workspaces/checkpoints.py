@@ -276,7 +276,7 @@ class CheckpointStore:
                 made = Patch(truncated=found.truncated)
                 length = 0
                 for each in found.items:
-                    if all(node is None or node.kind is Kind.DIRECTORY for node in (each.before, each.after)):
+                    if all(node is None or node.kind is EntryKind.DIRECTORY for node in (each.before, each.after)):
                         continue
                     if paths and not any(each.path == one or each.path.startswith(one + b"/") for one in paths):
                         continue

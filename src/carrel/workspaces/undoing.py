@@ -74,7 +74,9 @@ def differences(before: bytes, after: bytes, load: Load) -> Differences:
     ]
     while pending:
         path, old, new = pending.pop()
-        trees = [load(each.tree) if each is not None and each.kind is EntryKind.DIRECTORY else None for each in (old, new)]
+        trees = [
+            load(each.tree) if each is not None and each.kind is EntryKind.DIRECTORY else None for each in (old, new)
+        ]
         if path and not (trees[0] and trees[1]):
             if not _same(old, new):
                 found.add(path, old, new)

@@ -11,12 +11,11 @@ import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from carrel.control.operations.caller import caller
+from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.operations.operations import Operations
 from carrel.control.sessions.attachments import Attachment, LaunchPlan
 from carrel.control.sessions.sessions import Sessions
 from carrel.errors import CarrelError, InvalidRequest, Unsupported
-from carrel.identity import Scope
 from carrel.models import (
     CheckpointInfo,
     CheckpointList,
@@ -33,13 +32,13 @@ from carrel.threads import run_to_end
 from carrel.workspaces.checkpoints import Checkpoint, CheckpointKind, CheckpointStore
 from carrel.workspaces.undoing import Difference
 from carrel.workspaces.volumes.base import ChangeKind
-from carrel.workspaces.volumes.trees import Kind, Node
+from carrel.workspaces.volumes.trees import EntryKind, Node
 
 log = logging.getLogger("carrel.checkpoints")
 
 MOST_CHANGES = 10_000
 _MOST_OMITTED = 1000
-_TYPES = {Kind.FILE: "file", Kind.DIRECTORY: "directory", Kind.LINK: "link"}
+_TYPES = {EntryKind.FILE: "file", EntryKind.DIRECTORY: "directory", EntryKind.LINK: "link"}
 
 
 class RunCheckpoints(Attachment):
@@ -74,7 +73,7 @@ class RunCheckpoints(Attachment):
             self._store.take(context, folder, CheckpointKind.END, begin=starts[-1].id)
         self._store.prune(context, self._keep_runs)
 
-    async def forget(self, context_id: str) -> None:
+    async def forget(self, caller: Caller | OwnWork, context_id: str) -> None:
         """Delete the checkpoints of a context."""
         await asyncio.to_thread(self._store.forget, context_id)
 
@@ -97,17 +96,17 @@ class CheckpointOperations:
         self._operations = operations
         self._store = store
 
-    async def list(self, context: str) -> CheckpointList:
+    async def list(self, caller: Caller, context: str) -> CheckpointList:
         """List the checkpoints of a context, newest first."""
-        async with self._operations.admit(op.LIST_CHECKPOINTS, {}, context_id=context):
+        async with self._operations.admit(caller, op.LIST_CHECKPOINTS, {}, context_id=context):
             found = await asyncio.to_thread(self._store.all_of, context)
             return CheckpointList(items=[_info(each) for each in reversed(found)])
 
-    async def take(self, context: str, reason: str) -> CheckpointInfo:
+    async def take(self, caller: Caller, context: str, reason: str) -> CheckpointInfo:
         """Record the folder of a context now; its sandbox may run meanwhile."""
         record = await self._sessions.record(context)
         folder = record.workspace_path
-        async with self._operations.admit(op.TAKE_CHECKPOINT, {"reason": reason}, record.id, context):
+        async with self._operations.admit(caller, op.TAKE_CHECKPOINT, {"reason": reason}, record.id, context):
             if folder is None:
                 raise Unsupported(
                     "the workspace of this context is not a folder of the host",
@@ -118,10 +117,10 @@ class CheckpointOperations:
             kind = CheckpointKind.REQUEST
             return _info(await run_to_end(lambda: self._store.take(context, folder, kind, reason=reason)))
 
-    async def changes(self, context: str, before: str, after: str | None) -> FolderChanges:
+    async def changes(self, caller: Caller, context: str, before: str, after: str | None) -> FolderChanges:
         """Return the changes from a checkpoint to another one, or to now."""
         async with self._operations.admit(
-            op.COMPARE_CHECKPOINTS, {"before": before, "after": after}, context_id=context
+            caller, op.COMPARE_CHECKPOINTS, {"before": before, "after": after}, context_id=context
         ):
             first, second = await self._pair(context, before, after)
             found = await run_to_end(lambda: self._store.changes(first, second))
@@ -135,13 +134,14 @@ class CheckpointOperations:
                 truncated=found.truncated or len(found.items) > MOST_CHANGES,
             )
 
-    async def patch(self, context: str, before: str, after: str | None, path: str | None) -> FolderPatch:
+    async def patch(
+        self, caller: Caller, context: str, before: str, after: str | None, path: str | None
+    ) -> FolderPatch:
         """Return the changes of text files line by line."""
         # It shows the content of files, also of those that the agent of the context may not read.
-        is_administrator = caller.get().identity.has(Scope.ADMINISTER)
-        row = op.PATCH_BY_ADMINISTRATOR if is_administrator else op.PATCH_CHECKPOINTS
+        row = op.PATCH_BY_ADMINISTRATOR if caller.administers else op.PATCH_CHECKPOINTS
         arguments = {"path": "", "before": before, "after": after}
-        async with self._operations.admit(row, arguments, context_id=context) as traffic:
+        async with self._operations.admit(caller, row, arguments, context_id=context) as traffic:
             first, second = await self._pair(context, before, after)
             chosen = [] if path is None else [_relative(path)]
             made = await run_to_end(lambda: self._store.patch(first, second, chosen))
@@ -151,10 +151,12 @@ class CheckpointOperations:
             cut = made.truncated or len(made.omitted) > _MOST_OMITTED
             return FolderPatch(text=text, omitted=omitted, truncated=cut)
 
-    async def undo(self, context: str, start: str, paths: Sequence[str] | None, *, dry_run: bool) -> UndoResult:
+    async def undo(
+        self, caller: Caller, context: str, start: str, paths: Sequence[str] | None, *, dry_run: bool
+    ) -> UndoResult:
         """Undo the changes of the run that a checkpoint begins; without an end, all changes since."""
         arguments = {"checkpoint_id": start, "paths": list(paths or []), "dry_run": dry_run}
-        async with self._operations.admit(op.UNDO_CHECKPOINT, arguments, context_id=context):
+        async with self._operations.admit(caller, op.UNDO_CHECKPOINT, arguments, context_id=context):
             first = await asyncio.to_thread(self._store.get, context, start)
             chosen = None if paths is None else [_relative(each) for each in paths]
 
@@ -229,8 +231,8 @@ def _state(when: str, node: Node | None) -> dict[str, object]:
     if node is None:
         return {}
     state: dict[str, object] = {f"type_{when}": _TYPES[node.kind]}
-    if node.kind is Kind.FILE:
+    if node.kind is EntryKind.FILE:
         state[f"bytes_{when}"] = node.size
-    if node.kind is not Kind.LINK and node.mode:
+    if node.kind is not EntryKind.LINK and node.mode:
         state[f"mode_{when}"] = f"{node.mode:o}"
     return state

@@ -59,7 +59,7 @@ class CapturedFile(NamedTuple):
 
 
 PlainRow = tuple[int, int, int, int, int, Extents, dict[str, bytes] | None, bytes, bytes | None]
-"""A row as read from the disk. Rows are compared by the thousand at every snapshot, so most never become a `CapturedFile`."""
+"""A row as read from the disk. Most never become a `CapturedFile`: a snapshot compares thousands of them."""
 
 
 def pack_row(row: PlainRow) -> tuple[object, ...]:
@@ -329,7 +329,9 @@ def _look(
                 inode = info.st_ino if time.time_ns() - info.st_ctime_ns > FRESH_NS else _NEVER
                 if inode == _NEVER:
                     listing = b""
-                rows[name] = CapturedFile(inode, info.st_ctime_ns, info.st_size, info.st_mtime_ns, 0, (), None, b"", target)
+                rows[name] = CapturedFile(
+                    inode, info.st_ctime_ns, info.st_size, info.st_mtime_ns, 0, (), None, b"", target
+                )
         else:
             found.skipped += 1
             listing = b""
@@ -478,7 +480,9 @@ def _read_file(fd: int, batch: Batch, rules: Rules) -> CapturedFile | None:
         if unchanged or not left:
             inode = before.st_ino if unchanged and now - before.st_ctime_ns > FRESH_NS else _NEVER
             mode = stat.S_IMODE(after.st_mode)
-            return CapturedFile(inode, after.st_ctime_ns, size, after.st_mtime_ns, mode, tuple(extents), xattrs, b"", None)
+            return CapturedFile(
+                inode, after.st_ctime_ns, size, after.st_mtime_ns, mode, tuple(extents), xattrs, b"", None
+            )
     return None
 
 

@@ -107,7 +107,13 @@ def unpack_tree(raw: bytes) -> Tree:
             else:
                 _, _, file_mode, mtime, size, extents, attributes, group = row
                 tree.entries[name] = Node(
-                    EntryKind.FILE, file_mode, mtime, size, extents, xattrs=dict(attributes) or None, group=group or None
+                    EntryKind.FILE,
+                    file_mode,
+                    mtime,
+                    size,
+                    extents,
+                    xattrs=dict(attributes) or None,
+                    group=group or None,
                 )
     except (ValueError, TypeError, IndexError, msgpack.UnpackException) as error:
         raise SnapshotDamaged(f"a directory of the snapshot cannot be decoded: {error}") from None
