@@ -13,7 +13,7 @@ from tests.support.governed import Known
 from tests.support.refusals import refused
 
 from carrel.config import Settings, load
-from carrel.server import Running, running
+from carrel.server import RunningServer, running
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def settings(project: Path) -> Iterator[Settings]:
 
 
 @pytest.fixture
-async def server(settings: Settings) -> AsyncIterator[Running]:
+async def server(settings: Settings) -> AsyncIterator[RunningServer]:
     async with running(settings) as server:
         if server.plane.providers["namespace"].missing():
             pytest.skip("folders need namespaces")

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import fcntl
 import os
+import struct
 
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
@@ -24,6 +25,7 @@ _IOPRIO_WHO_PROCESS = 1
 _AT_FDCWD = -100
 _AT_SYMLINK_NOFOLLOW = 0x100
 _FICLONE = 0x40049409
+_FICLONERANGE = 0x4020940D
 _IPC_RMID = 0
 _DIRTY, _IN_WRITEBACK = 1, 2
 _WHOLE_FILE = (ctypes.c_uint64 * 2)(0, 0)
@@ -162,6 +164,15 @@ def clone(source: int, target: int) -> bool:
     """Let one file share the other's blocks; False where the file system cannot."""
     try:
         fcntl.ioctl(target, _FICLONE, source)
+    except OSError:
+        return False
+    return True
+
+
+def clone_range(source: int, offset: int, length: int, target: int, at: int = 0) -> bool:
+    """Let a part of a file share the blocks of a part of another; False where the file system cannot."""
+    try:
+        fcntl.ioctl(target, _FICLONERANGE, struct.pack("qQQQ", source, offset, length, at))
     except OSError:
         return False
     return True

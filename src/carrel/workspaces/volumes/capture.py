@@ -509,10 +509,15 @@ def _read_extents(fd: int, info: os.stat_result, batch: Batch) -> tuple[list[tup
     sparse = info.st_blocks * 512 < size
     pieces = walk.data_extents(fd, size) if sparse else [(0, size)]
     extents: list[tuple[int, int, bytes]] = []
-    for start, length in pieces:
-        at, end = start, start + length
+    for start, whole in pieces:
+        at, end = start, start + whole
         while at < end:
-            data = os.pread(fd, min(CHUNK, end - at), at)
+            length = min(CHUNK, end - at)
+            if length > PACKED_MAX and (key := batch.put_clone(fd, at, length)) is not None:
+                extents.append((at, length, key))
+                at += length
+                continue
+            data = os.pread(fd, length, at)
             if not data:
                 return extents, at  # the file became shorter: keep what was read
             extents.append((at, len(data), batch.put(data)))

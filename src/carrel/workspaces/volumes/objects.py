@@ -21,6 +21,7 @@ import zstandard
 from blake3 import blake3
 
 from carrel.errors import SnapshotDamaged
+from carrel.primitives import libc
 from carrel.primitives.atomic import draft, sync_directory, write_all
 from carrel.workspaces.volumes.base import Collected
 
@@ -295,6 +296,7 @@ class Batch:
         self._offset = 0
         self._folders: set[str] = set()
         self._published = False
+        self._clones = True
         self.stored = 0
 
     def __enter__(self) -> Batch:
@@ -329,6 +331,37 @@ class Batch:
                     seen.add(key)
                     self._append(key, codec, stored, length)
         return keys
+
+    def put_clone(self, source: int, offset: int, length: int) -> bytes | None:
+        """Store a big part of a file by sharing its blocks, and return its name; None where that is not possible.
+
+        The name is that of the copy: the file may change while it is read.
+        """
+        if not self._clones:
+            return None
+        aside = os.path.join(self._store.temporary, secrets.token_hex(8))
+        fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400)
+        try:
+            if not libc.clone_range(source, offset, length, fd):
+                self._clones = False
+                return None
+            data = os.pread(fd, length, 0)
+            key = digest(data)
+            if len(data) != length:
+                return None
+            if key not in self._seen and not self._store.has(key, length):
+                path = self._store.raw_path(key)
+                os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+                os.fsync(fd)
+                os.rename(aside, path)
+                with self._guard:
+                    self._seen.add(key)
+                    self._folders.add(os.path.dirname(path))
+            return key
+        finally:
+            os.close(fd)
+            with suppress(FileNotFoundError):
+                os.unlink(aside)
 
     def put_packed(self, data: bytes) -> bytes:
         """Store content in a pack whatever its size, unless it is stored already, and return its name."""

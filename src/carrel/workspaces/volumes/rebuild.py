@@ -23,7 +23,7 @@ from carrel.workspaces.volumes.capture import (
     signature,
     submit_chunks,
 )
-from carrel.workspaces.volumes.objects import ObjectStore, Reader, digest
+from carrel.workspaces.volumes.objects import PACKED_MAX, ObjectStore, Reader, digest
 from carrel.workspaces.volumes.trees import EntryKind, Node, unpack_tree
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -146,13 +146,9 @@ class _Rebuild:
 
 def fill_file(store: ObjectStore, reader: Reader, fd: int, node: Node) -> None:
     """Write the content of a stored file into an empty one; shares blocks where the file system can."""
-    if len(node.extents) == 1 and node.extents[0][1] == node.size:
-        key = node.extents[0][2]
-        if node.size > (1 << 20) and _cloned(store, fd, key):
-            return
-        write_all(fd, reader.read(key))
-        return
-    for offset, _, key in node.extents:
+    for offset, length, key in node.extents:
+        if length > PACKED_MAX and _cloned(store, fd, key, offset):
+            continue
         os.lseek(fd, offset, os.SEEK_SET)
         write_all(fd, reader.read(key))
     if node.extents and node.extents[-1][0] + node.extents[-1][1] == node.size:
@@ -160,17 +156,15 @@ def fill_file(store: ObjectStore, reader: Reader, fd: int, node: Node) -> None:
     os.ftruncate(fd, node.size)
 
 
-def _cloned(store: ObjectStore, fd: int, key: bytes) -> bool:
+def _cloned(store: ObjectStore, fd: int, key: bytes, offset: int) -> bool:
     try:
         source = os.open(store.raw_path(key), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
     try:
-        if not libc.clone(source, fd):
+        if not libc.clone_range(source, 0, 0, fd, offset):  # a length of 0 means all of it
             return False
-        if digest(os.pread(source, os.fstat(source).st_size, 0)) != key:
-            os.ftruncate(fd, 0)
-            return False  # reading it the ordinary way reports the damage
-        return True
+        # Reading a damaged object the ordinary way reports it.
+        return digest(os.pread(source, os.fstat(source).st_size, 0)) == key
     finally:
         os.close(source)
