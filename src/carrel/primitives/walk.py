@@ -333,21 +333,26 @@ def visit(root: int, open_directory: Callable[[str, int], int] = _open_directory
         while info is not None:
             here = levels[-1]
             parent = levels[-2].number if len(levels) > 1 else 0
-            entries = []
-            with os.scandir(here.fd) as listing:
-                for entry in listing:
-                    name = entry.name
-                    try:
-                        found = entry.stat(follow_symlinks=False)
-                    except FileNotFoundError:
-                        continue
-                    entries.append((name, found))
-                    if found.st_mode & 0o170000 == 0o040000:
-                        here.waiting.append(name)
+            entries = _entries(here.fd)
+            here.waiting += [name for name, found in entries if found.st_mode & 0o170000 == 0o040000]
             yield Visited(here.number, parent, here.name, here.fd, info, entries, here.path_bytes, chain)
             info = chain.next()
     finally:
         chain.close()
+
+
+def _entries(fd: int) -> list[tuple[str, os.stat_result]]:
+    """Return the names in a directory, with their states."""
+    try:
+        with os.scandir(fd) as listing:
+            return [(entry.name, entry.stat(follow_symlinks=False)) for entry in listing]
+    except FileNotFoundError:  # one was removed meanwhile: look at each by itself
+        entries = []
+        with os.scandir(fd) as listing:
+            for entry in listing:
+                with suppress(FileNotFoundError):
+                    entries.append((entry.name, entry.stat(follow_symlinks=False)))
+        return entries
 
 
 def too_deep(names: Sequence[str]) -> LimitExceeded:

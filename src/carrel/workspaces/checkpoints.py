@@ -137,7 +137,7 @@ class CheckpointStore:
         captured, rules, stored = self._capture(folder, root)
         info = os.fstat(root)
         made = Checkpoint(
-            id=f"cp-{time.time_ns() // 1_000_000:012x}-{secrets.token_hex(4)}",
+            id=f"cp-{time.time_ns():016x}-{secrets.token_hex(2)}",
             context_id=context_id,
             folder=folder,
             identity=(info.st_dev, info.st_ino),
@@ -175,6 +175,9 @@ class CheckpointStore:
                 field="workspace_path",
                 hint="choose a smaller folder, or raise CARREL_CHECKPOINTS_MAX_MB",
             ) from None
+        unchanged = generation == current and all(known.get(place) is each for place, each in found.known.items())
+        if unchanged and len(known) == len(found.known):
+            return found, rules, stored
         with suppress(OSError):  # without it only the next checkpoint takes longer
             write_file(cache, pack_known(found.known, current), temporary=self._store.temporary)
         return found, rules, stored
@@ -335,16 +338,22 @@ class CheckpointStore:
             remove_tree(self._directory(context_id))
 
     def prune(self, context_id: str, keep_runs: int) -> int:
-        """Remove the checkpoints of the oldest runs of a context; return how many checkpoints were removed."""
+        """Remove the oldest checkpoints of each kind but those of so many; return how many were removed.
+
+        Each kind is counted by itself, so that many checkpoints on request do not push out the start of a run.
+        """
         found = self.all_of(context_id)
-        begins = [each.id for each in found if each.kind is not CheckpointKind.END]
-        kept = set(begins[-keep_runs:])
+        kept: set[str] = set()
+        for kind in CheckpointKind:
+            kept.update([each.id for each in found if each.kind is kind][-keep_runs:])
         gone = [each for each in found if (each.begin or each.id) not in kept]
         self._remove(gone)
         return len(gone)
 
     def shrink(self, most_bytes: int) -> int:
-        """Remove the oldest runs of all contexts until the store is small enough; the newest run of each stays."""
+        """Remove the oldest checkpoints of all contexts until the store is small enough. The newest run of an agent
+        stays in each context.
+        """
         removed = 0
         while self.size() > most_bytes:
             runs = [run for name in self.contexts() for run in self._old_runs(name)]
@@ -366,7 +375,8 @@ class CheckpointStore:
                 with suppress(CarrelError):
                     each = self.get(decode(encoded), name)
                     found.setdefault(each.begin or each.id, []).append(each)
-        return list(found.values())[:-1]
+        starts = [key for key, run in found.items() if run[0].kind is CheckpointKind.START]
+        return [run for key, run in found.items() if key not in starts[-1:]]
 
     def _remove(self, checkpoints: Sequence[Checkpoint]) -> None:
         for each in checkpoints:
