@@ -32,6 +32,7 @@ def test_the_commands_are_these() -> None:
         "exec",
         "forget",
         "fork",
+        "log",
         "logs",
         "ls",
         "mcp",
@@ -48,6 +49,7 @@ def test_the_commands_are_these() -> None:
         "stop",
         "sync",
         "templates",
+        "undo",
         "usage",
         "version",
     ]

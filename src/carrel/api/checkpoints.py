@@ -21,7 +21,7 @@ from carrel.models import (
 from carrel.models import operations as op
 from carrel.models.base import MAX_PATH
 
-router = GuardedRouter(prefix="/v1/contexts/{context_id}/checkpoints", tags=["checkpoints"])
+router = GuardedRouter(tags=["checkpoints"])
 
 CheckpointId = Annotated[str, Path(min_length=1, max_length=64)]
 After = Annotated[
