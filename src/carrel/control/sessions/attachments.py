@@ -99,10 +99,10 @@ class Attachments:
     limits: Attachment
     network: Attachment
     folders: Attachment
-    checkpoints: Attachment
     filespace: Attachment
     masks: Attachment
     protected_folders: Attachment
+    checkpoints: Attachment
     approvals: Attachment
     secrets: Attachment
     egress: Attachment
