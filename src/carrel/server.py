@@ -18,10 +18,12 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import carrel
@@ -223,7 +225,8 @@ async def running(
                     raise PlatformError("the HTTP server did not start")
                 await asyncio.sleep(0.005)
             url, listens_on = _urls(listener)
-            write_file(record, (json.dumps({"url": url, "pid": os.getpid()}) + "\n").encode())
+            shown = {"url": url, "pid": os.getpid(), "folder_roots": settings.sandbox.folder_root_paths}
+            write_file(record, (json.dumps(shown) + "\n").encode())
             yield RunningServer(url, listens_on, token, token_is_new, settings.data_dir, plane)
         finally:
             with suppress(OSError):
@@ -282,9 +285,27 @@ def _welcome(server: RunningServer, *, at_terminal: bool) -> str:
     return "\n".join(lines)
 
 
-async def _serve(settings: Settings) -> None:
+def _call_when_unused(users: Path, unused: Callable[[], object]) -> None:
+    """Call a function in another thread when no process has a shared lock on the file `users` any more.
+
+    The kernel releases the lock of a process that was killed. This server then keeps the lock until it has ended, so
+    that a new user waits and starts another server.
+    """
+
+    def wait() -> None:
+        descriptor = os.open(users, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with suppress(RuntimeError):  # the loop has ended already
+            unused()
+
+    threading.Thread(target=wait, name="carrel-users", daemon=True).start()
+
+
+async def _serve(settings: Settings, users: Path | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    if users is not None:
+        _call_when_unused(users, lambda: loop.call_soon_threadsafe(stop.set))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
@@ -300,8 +321,11 @@ async def _serve(settings: Settings) -> None:
         log.info("shutting down")
 
 
-def serve(settings: Settings) -> None:
-    """Run a server until SIGTERM or SIGINT; then stop every sandbox. Durable workspaces stay."""
+def serve(settings: Settings, users: Path | None = None) -> None:
+    """Run a server until SIGTERM or SIGINT; then stop every sandbox. Durable workspaces stay.
+
+    With `users` it also ends when no process has a lock on that file.
+    """
     logging.basicConfig(
         level=settings.log_level.upper(),
         stream=sys.stderr,
@@ -313,4 +337,4 @@ def serve(settings: Settings) -> None:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings))
+        runner.run(_serve(settings, users))

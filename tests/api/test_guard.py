@@ -54,7 +54,8 @@ def test_every_route_is_guarded() -> None:
                 assert route.row.id not in THEMSELVES
             elif "{" in route.path:
                 assert route.row.id in THEMSELVES
-    assert sockets == ["/v1/sandboxes/{id}/terminals"], "a socket asks for `permit` itself"
+    own = ["/v1/sandboxes/{id}/terminals", "/v1/sandboxes/{id}/commands/attached"]
+    assert sockets == own, "a socket asks for `permit` itself"
 
 
 def test_routes_are_those_of_the_table() -> None:
@@ -62,7 +63,8 @@ def test_routes_are_those_of_the_table() -> None:
     served = {
         (route.row.id, *(route.methods or ()), route.path) for route in routes if isinstance(route, OperationRoute)
     }
-    served |= {("open_terminal", "WEBSOCKET", route.path) for route in routes if isinstance(route, WebSocketRoute)}
+    sockets = {"terminal": "open_terminal", "attached": "attach_command"}
+    served |= {(sockets[route.name], "WEBSOCKET", route.path) for route in routes if isinstance(route, WebSocketRoute)}
     assert served == {(row.id, row.method, row.path) for row in TABLE if row.http}
     assert len(OPERATIONS) == len([row for row in TABLE if row.scope is not None]), "an operation id is used twice"
 

@@ -57,3 +57,35 @@ async def test_every_waiter_is_woken_by_bytes_and_by_the_end() -> None:
         await asyncio.wait(waiters, timeout=5)
         assert [waiter.cancelled() for waiter in waiters] == [True, False, False]
     assert output.ended
+
+
+@given(writes, st.integers(1, 60), st.integers(1, 9))
+def test_passed_on_output_loses_nothing_and_is_not_kept(
+    written: list[tuple[int, bytes]], limit: int, size: int
+) -> None:
+    budget = ByteBudget(10_000)
+    calls: list[bool] = []
+    output = CommandOutput(limit, budget, lambda: calls.append(True))
+    offset, got = 0, list[tuple[int, bytes]]()
+
+    def read_all() -> None:
+        nonlocal offset
+        while True:
+            stream, data = output.read(offset, size)
+            if stream == END:
+                return
+            got.append((stream, data))
+            offset += len(data)
+            output.passed(offset)
+
+    for stream, data in written:
+        output.add(stream, data)
+        if output.full:
+            before = len(calls)
+            read_all()
+            assert len(calls) == before + 1, "the program may write again"
+    read_all()
+    assert _tags(got) == _tags(written)
+    assert len(output) == sum(len(data) for _, data in written)
+    assert output.dropped == 0
+    assert budget.left == budget.limit

@@ -13,6 +13,7 @@ from starlette.routing import BaseRoute, Route, Router
 
 from carrel.api import (
     approvals,
+    attached,
     audit,
     checkpoints,
     code_contexts,
@@ -73,7 +74,7 @@ def create_app(
 
 
 _RESOURCES = (
-    commands, python, sandboxes, files, stateless, code_contexts, mcp_servers, terminals,
+    commands, python, sandboxes, files, stateless, code_contexts, mcp_servers, terminals, attached,
     approvals, audit, checkpoints, contexts, envs, filespaces, host, metrics, policies, secrets, snapshots,
     templates, tokens, tools,
 )  # fmt: skip

@@ -36,8 +36,8 @@ class TerminalQuery(BaseModel):
     command: str = Field(default=_SHELL, min_length=1, max_length=8192)
 
 
-class _Ended(Exception):
-    pass
+class TerminalEnded(Exception):
+    """The command or its caller has gone: the other tasks of the socket end."""
 
 
 @router.socket(OPEN_TERMINAL)
@@ -65,10 +65,10 @@ async def terminal(socket: WebSocket) -> None:
             async with asyncio.TaskGroup() as group:
                 group.create_task(_output(caller, socket, operations, id, info.id))
                 group.create_task(_input(caller, socket, operations, id, info.id))
-        except* (_Ended, WebSocketDisconnect):
+        except* (TerminalEnded, WebSocketDisconnect):
             pass
         except* CarrelError as errors:
-            await _close(socket, errors.exceptions[0])
+            await close_with(socket, errors.exceptions[0])
     finally:
         try:
             await asyncio.shield(operations.delete_command(caller, id, info.id))
@@ -83,14 +83,14 @@ async def _output(caller: Caller, socket: WebSocket, operations: Operations, san
             await socket.close(1000)
         elif chunk.data:
             await socket.send_bytes(chunk.data)
-    raise _Ended
+    raise TerminalEnded
 
 
 async def _input(caller: Caller, socket: WebSocket, operations: Operations, sandbox: str, command: str) -> None:
     while True:
         message = await socket.receive()
         if message["type"] == "websocket.disconnect":
-            raise _Ended
+            raise TerminalEnded
         data, text = message.get("bytes"), message.get("text")
         try:
             if data:
@@ -113,7 +113,8 @@ def _size(text: str) -> TerminalSize:
         ) from None
 
 
-async def _close(socket: WebSocket, error: BaseException) -> None:
+async def close_with(socket: WebSocket, error: BaseException) -> None:
+    """Send an error and close the socket."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     assert isinstance(error, CarrelError)

@@ -31,6 +31,10 @@ def serve(
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable.")
     ] = None,
+    users: Annotated[
+        Path | None,
+        typer.Option("--until-unused", metavar="FILE", hidden=True, help="End when no process locks this file."),
+    ] = None,
 ) -> None:
     """Start the server. It prints its address, the file with the token, and a first command to try.
 
@@ -56,7 +60,7 @@ def serve(
         if not equals:
             raise typer.BadParameter(f"'{word}' is not NAME=VALUE", param_hint="--set")
         flags[name] = value
-    start(settings.load(flags, config=config))
+    start(settings.load(flags, config=config), users)
 
 
 def doctor(

@@ -235,6 +235,7 @@ COMMAND_OUTPUT = _row("command_output", "shell", READ, f"GET {_COMMAND}/output",
 SEND_INPUT = _row("send_input", "shell", OPERATE, f"POST {_COMMAND}/stdin")
 SIGNAL_COMMAND = _row("signal_command", "shell", OPERATE, f"POST {_COMMAND}/signal")
 RESIZE_TERMINAL = _row("resize_terminal", "shell", OPERATE, f"POST {_COMMAND}/resize")
+ATTACH_COMMAND = _row("attach_command", None, OPERATE, f"WEBSOCKET {_SANDBOX}/commands/attached")
 OPEN_TERMINAL = _row("open_terminal", None, OPERATE, f"WEBSOCKET {_SANDBOX}/terminals")
 DELETE_COMMAND = _row("delete_command", "shell", OPERATE, f"DELETE {_COMMAND}")
 EXECUTE = _row("execute", "shell", OPERATE, f"POST {_SANDBOX}/execute", decides="command")

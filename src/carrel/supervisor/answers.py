@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 from carrel.supervisor.command import SupervisedCommand, exit_of
 from carrel.supervisor.http import Json
-from carrel.supervisor.output import END
+from carrel.supervisor.output import END, STOPPED
 from carrel.supervisor.python.cell import Cell
 
 FRAME = 256 * 1024
@@ -37,11 +37,16 @@ def result_of(command: SupervisedCommand) -> Json:
 async def frames_of(source: SupervisedCommand | Cell, offset: int, *, follow: bool) -> AsyncIterator[bytes]:
     """Yield the output from an offset on as frames. The last frame has the info object."""
     output = source.output
+    stops = output.stops
     while True:
         stream, data = output.read(offset, FRAME)
         if stream != END:
             offset += len(data)
             yield frame(stream, data)
+            output.passed(offset)
+        elif stops != output.stops:
+            stops = output.stops
+            yield frame(STOPPED, b"")
         elif not follow or output.ended:
             break
         else:

@@ -174,6 +174,7 @@ class Supervisor:
             interactive=bool(body.get("interactive")),
             output_limit=limit,
             terminal=terminal,
+            attached=bool(body.get("attached")),
             id=name,
         )
 

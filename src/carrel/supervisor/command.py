@@ -27,6 +27,8 @@ class Order:
     interactive: bool = False
     output_limit: int = 10 * 1024 * 1024
     terminal: tuple[int, int] | None = None
+    attached: bool = False
+    """One caller reads the output while the command runs: it is not kept, and stops are reported, as by Ctrl-Z."""
     id: str | None = None
 
 
@@ -47,6 +49,7 @@ class SupervisedCommand:
     timed_out: bool = False
     killing: bool = False
     readers: dict[int, int] = field(default_factory=dict)
+    paused: set[int] = field(default_factory=set)  # readers that wait until the output is read
     stdin_fd: int = -1
     terminal_fd: int = -1
     slave_fd: int = -1

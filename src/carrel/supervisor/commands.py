@@ -42,6 +42,8 @@ LAST_DRAIN = 1024 * 1024
 IDLE_RUNNERS = 8
 RUNNER_REST_S = 10.0
 ROOM_S = 25.0
+ATTACHED_LIMIT = 1024 * 1024
+"""Unread output at which an attached command has to wait for its reader."""
 OUTPUT_BUDGET = 128 * 1024 * 1024
 
 
@@ -156,7 +158,8 @@ class Commands:
             if program is None:
                 raise FileNotFoundError(errno.ENOENT, "")
             terminal = os.ttyname(command.slave_fd) if order.terminal else None
-            self._launch(command, ProgramStart((program, *argv[1:]), order.env, stdio, terminal))
+            job = order.attached and terminal is not None
+            self._launch(command, ProgramStart((program, *argv[1:]), order.env, stdio, terminal, job))
 
         return self._begin(order, argv[0], launch)
 
@@ -187,7 +190,9 @@ class Commands:
         command = SupervisedCommand(
             id=order.id or f"c{self._count}",
             order=order,
-            output=self.new_output(order.output_limit),
+            output=CommandOutput(ATTACHED_LIMIT, self._budget, lambda: self._read_on(command))
+            if order.attached
+            else self.new_output(order.output_limit),
             started_at=datetime.now(UTC),
             started=time.monotonic(),
             finished=self._loop.create_future(),
@@ -239,7 +244,7 @@ class Commands:
     def _launch(self, command: SupervisedCommand, program: ProgramStart) -> None:
         # The kernel's list of children can be incomplete while some of them end, so a command being killed counts.
         ending = self._last_direct is not None and self._last_direct.killing
-        if self._direct is None and not self._sweeps and not ending and not self._leftovers():
+        if not program.job and self._direct is None and not self._sweeps and not ending and not self._leftovers():
             command.pid = self.spawn(program, command.order.directory)
             self._by_pid[command.pid] = command
             command.begun.set()
@@ -299,12 +304,21 @@ class Commands:
             return 0
         if data:
             command.output.add(command.readers[descriptor], data)
+            if command.output.full and command.running:
+                self._loop.remove_reader(descriptor)
+                command.paused.add(descriptor)
         else:
             self._stop_reading(command, descriptor)
         return len(data)
 
+    def _read_on(self, command: SupervisedCommand) -> None:
+        for descriptor in command.paused & command.readers.keys():
+            self._loop.add_reader(descriptor, self._read, command, descriptor)
+        command.paused.clear()
+
     def _stop_reading(self, command: SupervisedCommand, descriptor: int) -> None:
         if command.readers.pop(descriptor, None) is not None:
+            command.paused.discard(descriptor)
             self._loop.remove_reader(descriptor)
             if descriptor != command.terminal_fd:
                 os.close(descriptor)
@@ -437,6 +451,8 @@ class Commands:
                 command.pid = value
                 command.begun.set()
                 command.close_slave()
+            elif event == "stopped":
+                command.output.stopped()
             elif event == "ended":
                 self._finish(command, value)
             elif event == "failed":

@@ -7,11 +7,13 @@ time, so a walk down from it finds them all, whatever they do (double forks, `se
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 import signal
 import socket
 import struct
+import termios
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +22,8 @@ from carrel.primitives.kernel_files import read, read_if_there, stat_fields
 
 # Python ignores these; a program started by it expects the defaults.
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)
+# Signals of a terminal, which the leader of its session ignores.
+_TERMINAL_SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 OOM_SCORE_OF_COMMANDS = b"500"
 
 
@@ -29,12 +33,17 @@ Stdio = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ProgramStart:
-    """A program to start, with descriptors for its three standard streams or the name of a terminal for all of them."""
+    """A program to start, with descriptors for its three standard streams or the name of a terminal for all of them.
+
+    A `job` is a process group of its own in the session of its reaper. So the keys that stop a program work: the kernel
+    never stops a group whose parents are all outside of its session.
+    """
 
     argv: tuple[str, ...]
     env: dict[str, str]
     stdio: Stdio | None
     terminal: str | None = None
+    job: bool = False
 
 
 def find_program(name: str, path: str, directory: int) -> str | None:
@@ -74,6 +83,58 @@ def spawn(program: ProgramStart, directory: int) -> int:
         setsigdef=RESET_SIGNALS,
         setsigmask=(),
     )
+
+
+def _start_job(program: ProgramStart, directory: int) -> int:
+    """Start a program as the foreground job of a terminal; the caller becomes the leader of the terminal's session.
+
+    The child makes itself the foreground group before it executes the program, so it can read from the terminal.
+    """
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+    for number in _TERMINAL_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    terminal = os.open(program.terminal or "", os.O_RDWR | os.O_CLOEXEC)  # becomes the controlling terminal
+    failed, report = os.pipe2(os.O_CLOEXEC)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setpgid(0, 0)
+                os.tcsetpgrp(terminal, os.getpid())
+                for target in range(3):
+                    os.dup2(terminal, target)
+                for number in (*_TERMINAL_SIGNALS, *RESET_SIGNALS):
+                    signal.signal(number, signal.SIG_DFL)
+                signal.pthread_sigmask(signal.SIG_SETMASK, ())
+                os.fchdir(directory)
+                os.execve(program.argv[0], program.argv, program.env)  # noqa: S606 - the agent's program
+            except OSError as error:
+                os.write(report, struct.pack("=i", error.errno or 0))
+            finally:
+                os._exit(127)
+        os.close(report)
+        report = -1
+        if code := os.read(failed, 4):
+            os.waitpid(pid, 0)
+            number = struct.unpack("=i", code)[0]
+            raise OSError(number, os.strerror(number))
+        return pid
+    finally:
+        os.close(terminal)
+        os.close(failed)
+        if report >= 0:
+            os.close(report)
+
+
+def _leave_terminal() -> None:
+    """Give up the controlling terminal, so that the next one can be opened."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return  # its other side was closed, which has done the same
+    fcntl.ioctl(terminal, termios.TIOCNOTTY)
+    os.close(terminal)
 
 
 def processes() -> dict[int, int]:
@@ -264,7 +325,7 @@ class Runner(Reaper):
 
     def start(self, program: ProgramStart, directory: int) -> None:
         fds = [directory, *(program.stdio or ())]
-        fields = [program.terminal or "", str(len(program.argv)), *program.argv]
+        fields = [program.terminal or "", "job" if program.job else "", str(len(program.argv)), *program.argv]
         fields += [f"{key}={value}" for key, value in program.env.items()]
         payload = b"\0".join(field.encode(errors="surrogateescape") for field in fields)
         # It may be larger than a packet, so it is sent as an anonymous file.
@@ -297,11 +358,12 @@ def _run(orders: socket.socket, other_end: socket.socket) -> None:
         if word != b"start":
             return
         fields = os.pread(fds[0], os.fstat(fds[0]).st_size, 0).decode(errors="surrogateescape").split("\0")
-        count = int(fields[1])
-        env = dict(field.partition("=")[::2] for field in fields[2 + count :])
+        count = int(fields[2])
+        env = dict(field.partition("=")[::2] for field in fields[3 + count :])
         stdio = (fds[2], fds[3], fds[4]) if len(fds) == 5 else None
+        program = ProgramStart(tuple(fields[3 : 3 + count]), env, stdio, fields[0] or None, fields[1] == "job")
         try:
-            main = spawn(ProgramStart(tuple(fields[2 : 2 + count]), env, stdio, fields[0] or None), fds[1])
+            main = _start_job(program, fds[1]) if program.job else spawn(program, fds[1])
         except OSError as error:
             report(b"failed", error.errno or 0)
             main = 0
@@ -312,9 +374,11 @@ def _run(orders: socket.socket, other_end: socket.socket) -> None:
         os.chdir("/")
         while True:
             try:
-                pid, status = os.waitpid(-1, 0)
+                pid, status = os.waitpid(-1, os.WUNTRACED if program.job else 0)
             except ChildProcessError:
                 break
             if pid == main:
-                report(b"ended", status)
+                report(b"stopped" if os.WIFSTOPPED(status) else b"ended", status)
+        if program.job:
+            _leave_terminal()
         report(b"clean", 0)

@@ -157,6 +157,11 @@ async def clean_output(stream: AsyncIterator[bytes], current: Current, skip: int
             continue
         cleaned.use(await current())
         for raw in reader.feed(data):
+            if raw.stream == "stopped":
+                for chunk in cleaned.quiet():
+                    yield chunk
+                yield raw
+                continue
             for chunk in (
                 cleaned.finish() if raw.stream == "end" else await in_thread_if_large(len(raw.data), cleaned.feed, raw)
             ):

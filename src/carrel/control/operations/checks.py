@@ -57,11 +57,15 @@ def deadline_of(given: float | Literal["default"] | None, default: float | None)
     return given or None
 
 
-def command_body(request: CommandRequest, default: float | None) -> tuple[bytes, float | None]:
+def command_body(
+    request: CommandRequest, default: float | None, *, attached: bool = False
+) -> tuple[bytes, float | None]:
     """Return a command as the body of a request, and its deadline. `default` is for a request without one."""
     timeout = deadline_of(request.timeout, default)
     body = request.model_dump()
     body["timeout"] = timeout
+    if attached:
+        body["attached"] = True
     return json.dumps(body, separators=(",", ":")).encode(), timeout
 
 

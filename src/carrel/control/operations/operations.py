@@ -155,17 +155,24 @@ class SandboxOperations(ABC, Generic[C]):
             return await self.conclude(box, traffic, result)
 
     async def start_command(
-        self, caller: C, name: str, request: CommandRequest, *, attended: bool = False
+        self,
+        caller: C,
+        name: str,
+        request: CommandRequest,
+        *,
+        attended: bool = False,
+        attached: bool = False,
     ) -> CommandInfo:
         """Start a command in the background. `attended`: the caller reads the output until the end. Then a request
-        without a deadline gets the deadline of the sandbox; otherwise only the one of the policy.
+        without a deadline gets the deadline of the sandbox; otherwise only the one of the policy. `attached`: its
+        output is passed on to one reader and not kept.
         """
         async with self.enter(caller, name, op.START_COMMAND, asked(request)) as (box, traffic):
             await self._wait_for_packages(box)
             default = box.record.limits.timeout_s
             if request.timeout is None and not attended:
                 default = await self._longest(box.record)
-            body, _ = command_body(request, default)
+            body, _ = command_body(request, default, attached=attached)
             if request.stdin is not None:
                 traffic.count_in(size_of(request.stdin))
             return await self._clean_info(box, await box.connection.start_command(body))

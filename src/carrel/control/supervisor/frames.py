@@ -13,11 +13,13 @@ from carrel.errors import SandboxLost
 MAX_END = 1024 * 1024
 _HEADER = 5
 _STREAMS = {0: "end", 1: "stdout", 2: "stderr"}
+_STOPPED = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StreamChunk:
-    """A piece of one stream; for `end` the whole payload of the end frame.
+    """A piece of one stream; for `end` the whole payload of the end frame; `stopped`, without data, when a signal has
+    stopped an attached program.
 
     `raw` is the number of bytes before redaction, if that is not the length of `data`.
     """
@@ -63,18 +65,22 @@ class FrameReader:
                 taken = view[: _HEADER - len(self._buffer)]
                 self._buffer += taken
                 view = view[len(taken) :]
-                if len(self._buffer) == _HEADER:
-                    self._begin()
+                if len(self._buffer) == _HEADER and self._begin() == _STOPPED:
+                    chunks.append(StreamChunk("stopped", b""))
         return chunks
 
-    def _begin(self) -> None:
+    def _begin(self) -> int:
         kind, self._left = self._buffer[0], int.from_bytes(self._buffer[1:], "big")
         self._buffer.clear()
+        if kind == _STOPPED and self._left == 0:
+            self._kind = 0
+            return kind
         if kind not in _STREAMS:
             raise SandboxLost("the sandbox sent output that is not frames")
         if kind == 0 and self._left > MAX_END:
             raise SandboxLost("the sandbox sent an end frame that is too long")
         self._kind = kind or -1
+        return kind
 
 
 @dataclass(frozen=True, slots=True)
