@@ -11,6 +11,7 @@ _EXTRAS = {
     "agent": "a2a",
     "audit": "server",
     "doctor": "server",
+    "here": "server",
     "mcp": "mcp",
     "policy": "server",
     "python": "server",
@@ -33,6 +34,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
             stream.reconfigure(errors="backslashreplace")
     try:
         with using(_extra_for(given)):
+            if (code := _quickly(given)) is not None:
+                sys.exit(code)
             from carrel.cli.app import build, called
 
             app = build(called(given))
@@ -45,6 +48,20 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     flush_or_discard(sys.stdout)
     flush_or_discard(sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _quickly(given: list[str]) -> int | None:
+    """Run a command that must start quickly, without the library that reads options; None for any other command."""
+    if given[:1] != ["here"]:
+        return None
+    from carrel.cli.here_words import parse
+
+    options = parse(given[1:])
+    if options is None:
+        return None
+    from carrel.cli.here_run import run
+
+    return run(options)
 
 
 def _extra_for(given: list[str]) -> str:

@@ -13,6 +13,7 @@ _COMMANDS = {
     "version": ("Server", "server.version"),
     "agent": ("Server", "agent.agent"),
     "mcp": ("Server", "mcp.mcp"),
+    "here": ("Commands", "here.here"),
     "run": ("Commands", "commands.run"),
     "exec": ("Commands", "commands.execute"),
     "python": ("Commands", "python.python"),
@@ -79,7 +80,7 @@ def build(only: str | None = None) -> typer.Typer:
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name, rich_help_panel=panel)
         else:
-            settings = _PROGRAM if name in {"run", "exec"} else None
+            settings = _PROGRAM if name in {"here", "run", "exec"} else None
             app.command(name, rich_help_panel=panel, context_settings=settings)(found)
     return app
 

@@ -6,8 +6,7 @@ A run is what happened between two checkpoints of the folder: one before a sandb
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
@@ -16,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from carrel.cli import options
-from carrel.cli.connecting import connected
 from carrel.cli.failures import note
+from carrel.cli.here_server import client_for
 from carrel.cli.printing import age, plain, print_json, print_table, size
 from carrel.cli.progress import waiting
 from carrel.errors import NotFound
@@ -42,13 +41,6 @@ class FolderRun:
     box: SandboxInfo
     start: CheckpointInfo
     end: CheckpointInfo | None
-
-
-@contextmanager
-def connected_for(folder: str) -> Iterator[Client]:
-    """Open a client of the server that works on a folder."""
-    with connected() as client:
-        yield client
 
 
 def _contexts(client: Client, folder: str) -> list[SandboxInfo]:
@@ -100,7 +92,7 @@ def here() -> str:
 def show_diff(chosen: str | None, path: str | None, *, patch: bool, now: bool, json: bool) -> None:
     """Print the changes of a run on the current folder."""
     folder = here()
-    with connected_for(folder) as client:
+    with client_for(folder) as client:
         run = find_run(client, folder, chosen)
         until = None if now or run.end is None else run.end.id
         kept = client.checkpoints(run.start.context_id)
@@ -189,7 +181,7 @@ def undo(
     carrel undo --dry-run
     """
     folder = here()
-    with connected_for(folder) as client:
+    with client_for(folder) as client:
         run = find_run(client, folder, run_id)
         kept = client.checkpoints(run.start.context_id)
         chosen = None if not path else [_below(run, each) for each in path]
@@ -242,7 +234,7 @@ def log(
     carrel log --json
     """
     folder = here()
-    with connected_for(folder) as client:
+    with client_for(folder) as client:
         rows = [_facts(client, run) for run in find_runs(client, folder)[:count]]
     if json:
         print_json(rows)

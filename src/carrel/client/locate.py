@@ -16,6 +16,8 @@ from carrel.errors import InvalidRequest, ServerUnreachable
 
 START_HINT = "start one with `carrel serve`, or set CARREL_URL and CARREL_TOKEN"
 LONGEST_TOKEN = 512
+HERE = "-here"
+"""Ends the name of the data directory of the server that `carrel here` starts where no other one runs."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ def locate(url: str | None = None, token: str | None = None, *, administrator: b
         )
     url = url or os.environ.get("CARREL_URL") or None
     token = _usable(token or os.environ.get("CARREL_TOKEN") or "")
-    local = local_server(administrator=administrator)
+    local = local_server(administrator=administrator) or local_server(
+        Path(f"{data_dir()}{HERE}"), administrator=administrator
+    )
     if url is None:
         if local is None:
             raise _none_here(data_dir())
