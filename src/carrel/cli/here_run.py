@@ -30,6 +30,8 @@ from carrel.errors import ApprovalNeeded, CarrelError, InvalidRequest, NotFound,
 
 BROKEN_PIPE = 141
 """What a shell shows for a program whose reader has gone: 128 + SIGPIPE."""
+RECORDS_S = 0.2
+"""How long records of connections need until the server has them. Short runs do not wait for them."""
 PASSED_VARIABLES = (
     "TERM",
     "COLORTERM",
@@ -315,6 +317,10 @@ def _summarise(
     options: HereOptions, server: FolderServer, context: str, began: float, code: int, questions: ApprovalQuestions
 ) -> None:
     """Say on stderr what the run has done. Nothing that fails here changes the exit code."""
+    if not options.json and not os.isatty(2):
+        return
+    if time.time() - began > 1:
+        time.sleep(RECORDS_S)
     wire = LocalWire(server.url, server.token)
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began))
     facts: dict[str, Any] = {"context": context, "exit_code": code, "seconds": round(time.time() - began, 1)}
@@ -329,7 +335,7 @@ def _summarise(
         end = next(each for each in wire.request("GET", base)["items"] if each["kind"] == "end")
         if end["created_at"][:19] >= since[:19] and end["begin"] is not None:
             changes = wire.request(
-                "GET", f"{base}/{quote(end['begin'], safe='')}/changes?to={quote(end['id'], safe='')}"
+                "GET", f"{base}/{quote(end['begin'], safe='')}/changes?after={quote(end['id'], safe='')}"
             )
             facts["files"] = {kind: changes[kind] for kind in ("added", "changed", "removed")}
     facts["approved"] = sum(questions.answers.values())
@@ -337,7 +343,7 @@ def _summarise(
     wire.close()
     if options.json:
         note(json.dumps(facts))
-    elif not options.no_questions and os.isatty(2):
+    else:
         note(_sentence(facts))
 
 
