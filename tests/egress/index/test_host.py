@@ -142,7 +142,7 @@ def test_a_file_that_cannot_be_read_is_no_reason_to_use_another_index(place, tmp
 
 @pytest.mark.parametrize("url", ["ftp://x/simple", "/simple", "http://", "http://h:x/", "http://[/", "file:///x"])
 def test_an_index_that_is_none(tmp_path, url):
-    with pytest.raises(InvalidRequest, match="no URL of http or https") as error:
+    with pytest.raises(InvalidRequest, match="not an http or https URL") as error:
         look(tmp_path, PIP_INDEX_URL=url)
     assert url not in str(error.value)
 

@@ -130,8 +130,8 @@ def test_what_is_too_much_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("body", "kind", "match"),
     [
-        (b"{", pages.JSON_TYPE, "no JSON"),
-        (b"[" * 100_000, pages.JSON_TYPE, "no JSON"),
+        (b"{", pages.JSON_TYPE, "not JSON"),
+        (b"[" * 100_000, pages.JSON_TYPE, "not JSON"),
         (b"[]", pages.JSON_TYPE, "lists no files"),
         (b'{"meta": {"api-version": "2.0"}, "files": []}', pages.JSON_TYPE, "version '2.0'"),
         (b'<meta name="pypi:repository-version" content="2.1">', "text/html", "version '2.1'"),
