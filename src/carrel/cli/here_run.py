@@ -30,7 +30,7 @@ from carrel.errors import ApprovalNeeded, CarrelError, InvalidRequest, NotFound,
 
 BROKEN_PIPE = 141
 """What a shell shows for a program whose reader has gone: 128 + SIGPIPE."""
-RECORDS_S = 0.2
+RECORDS_S = 0.3
 """How long records of connections need until the server has them. Short runs do not wait for them."""
 PASSED_VARIABLES = (
     "TERM",
@@ -319,7 +319,7 @@ def _summarise(
     """Say on stderr what the run has done. Nothing that fails here changes the exit code."""
     if not options.json and not os.isatty(2):
         return
-    if time.time() - began > 1:
+    if questions.answers or time.time() - began > 1:
         time.sleep(RECORDS_S)
     wire = LocalWire(server.url, server.token)
     since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began))
