@@ -9,12 +9,11 @@ from tests.support.environments_ground import attach, context, source_package, s
 
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
-from carrel.control.python.environment_builds import LineSplitter, described, modules, shared
+from carrel.control.python.environment_builds import LineSplitter, described, modules
 from carrel.control.python.environment_checks import ResolvableRequest
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded
-from carrel.isolation.rootfs import ENVIRONMENTS, UV
 from carrel.models import CommandRequest, State
-from carrel.workspaces.environments import EnvironmentDraft, EnvironmentStorage
+from carrel.workspaces.environments import EnvironmentDraft
 
 WANTED = ResolvableRequest(("scikit-learn>1", "six"), "3.11", "/usr/bin/python3.11", (), "[]")
 
@@ -60,11 +59,6 @@ def test_lines_as_they_come() -> None:
     lines.feed(b"\xff" * 5000)
     lines.flush()
     assert said[:2] == ["Resolved ½", "+ a"] and len(said[2]) <= 500
-
-
-def test_what_every_sandbox_sees(tmp_path: Path) -> None:
-    found = shared(EnvironmentStorage(str(tmp_path)))
-    assert found[ENVIRONMENTS] == str(tmp_path / "shelf") and Path(found[UV]).is_file()
 
 
 async def left(plane: ControlPlane) -> None:
