@@ -57,7 +57,7 @@ class Folders(Attachment):
             )
         plan.provider.require(Capability.FOLDERS)
         await asyncio.to_thread(self._check, record)
-        if record.workspace_path in {entry.pw_dir for entry in pwd.getpwall()}:
+        if await asyncio.to_thread(_is_home, record.workspace_path):
             return replace(plan, notice="the folder is a home directory: the sandbox sees the keys and logins in it")
         return plan
 
@@ -168,6 +168,11 @@ class Folders(Attachment):
                 field=field,
                 hint="programs in /usr are visible anyway; choose another target for the rest",
             )
+
+
+def _is_home(path: str) -> bool:
+    """Whether a directory is somebody's home. The user database may be on the network."""
+    return any(entry.pw_dir == path for entry in pwd.getpwall())
 
 
 def _within(path: str, place: str) -> bool:
