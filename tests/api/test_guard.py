@@ -63,8 +63,7 @@ def test_routes_are_those_of_the_table() -> None:
     served = {
         (route.row.id, *(route.methods or ()), route.path) for route in routes if isinstance(route, OperationRoute)
     }
-    sockets = {"terminal": "open_terminal", "attached": "attach_command"}
-    served |= {(sockets[route.name], "WEBSOCKET", route.path) for route in routes if isinstance(route, WebSocketRoute)}
+    served |= {(route.name, "WEBSOCKET", route.path) for route in routes if isinstance(route, WebSocketRoute)}
     assert served == {(row.id, row.method, row.path) for row in TABLE if row.http}
     assert len(OPERATIONS) == len([row for row in TABLE if row.scope is not None]), "an operation id is used twice"
 
