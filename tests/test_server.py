@@ -31,7 +31,11 @@ def settings() -> Iterator[Settings]:
 async def test_what_it_leaves_and_takes_away(settings: Settings) -> None:
     data = Path(settings.data_dir)
     async with running(settings) as server:
-        assert json.loads((data / "server.json").read_text()) == {"url": server.url, "pid": os.getpid()}
+        assert json.loads((data / "server.json").read_text()) == {
+            "url": server.url,
+            "pid": os.getpid(),
+            "folder_roots": [],
+        }
         token = (data / "token").read_text().strip()
         assert token == server.token and token.startswith("carrel_")
         assert stat.S_IMODE((data / "token").stat().st_mode) == 0o600

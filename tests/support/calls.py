@@ -45,7 +45,7 @@ def _undeclared(kind: str, name: str) -> Operation:
 def decide_by(plane: ControlPlane, decide: Callable[[Call], Verdict]) -> None:
     """Put a function in the place of a control plane's policies."""
 
-    async def decided(call: Call, _workspace: str | None = None) -> Verdict:
+    async def decided(call: Call, *_paths: str | None) -> Verdict:
         return decide(call)
 
     plane.policies.decide = decided  # type: ignore[method-assign]

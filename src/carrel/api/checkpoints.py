@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import Path, Query, Request
+from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
+from carrel.api.parameters import Path, Query
 from carrel.api.parts import Context, Plane, Who, as_json, raw_query
 from carrel.models import (
     CheckpointInfo,
@@ -35,7 +36,7 @@ async def list_checkpoints(context_id: Context, plane: Plane, caller: Who) -> Re
     return as_json(await plane.checkpoints.list(caller, context_id))
 
 
-@router.operation(op.TAKE_CHECKPOINT, "Take a checkpoint", CheckpointInfo, 404, 409, 422, 429, status=201)
+@router.operation(op.TAKE_CHECKPOINT, "Take a checkpoint", CheckpointInfo, 404, 409, 413, 422, 429, status=201)
 async def take_checkpoint(context_id: Context, body: CheckpointRequest, plane: Plane, caller: Who) -> Response:
     """Records the folder of the context as it is now. Only files that changed since the last checkpoint are read."""
     return as_json(await plane.checkpoints.take(caller, context_id, body.reason), 201)
@@ -67,7 +68,7 @@ async def patch_checkpoints(
     return as_json(await plane.checkpoints.patch(caller, context_id, checkpoint_id, after, wanted))
 
 
-@router.operation(op.UNDO_CHECKPOINT, "Undo the changes of a run", UndoResult, 404, 409, 429)
+@router.operation(op.UNDO_CHECKPOINT, "Undo the changes of a run", UndoResult, 404, 409, 413, 429)
 async def undo_checkpoint(
     context_id: Context, checkpoint_id: CheckpointId, body: UndoRequest, plane: Plane, caller: Who
 ) -> Response:
