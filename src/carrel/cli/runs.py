@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SIGNS = {"added": "+", "removed": "-", "changed": "~"}
 _MOST_RECORDS = 10_000
 _MOST_NAMED = 20
+_RECORDS = timedelta(seconds=1)
+"""How long after the end of a run records of its last connections are written."""
 
 Run = Annotated[
     str | None, typer.Argument(metavar="RUN", help="The id of a run; see `carrel log`. Default: the last run.")
@@ -235,7 +237,8 @@ def log(
     """
     folder = here()
     with client_for(folder) as client:
-        rows = [_facts(client, run) for run in find_runs(client, folder)[:count]]
+        runs = find_runs(client, folder)
+        rows = [_facts(client, run, runs) for run in runs[:count]]
     if json:
         print_json(rows)
         return
@@ -264,16 +267,20 @@ def _few(hosts: object) -> str:
     return ", ".join(names[:3]) + (f" +{len(names) - 3}" if len(names) > 3 else "")
 
 
-def _facts(client: Client, run: FolderRun) -> dict[str, object]:
+def _facts(client: Client, run: FolderRun, runs: list[FolderRun]) -> dict[str, object]:
     changes = client.checkpoints(run.start.context_id).changes(run.start.id, run.end.id if run.end else None)
     until = run.end.created_at if run.end else None
-    commands = approvals = 0
+    commands = 0
+    approvals: set[str] = set()
     reached: set[str] = set()
     refused: set[str] = set()
     if run.start.kind == "start":
-        found = client.audit.search(context_id=run.start.context_id, since=run.start.created_at, until=until)
+        later = [each.start.created_at for each in runs if each.start.context_id == run.start.context_id]
+        written = None if until is None else min([until + _RECORDS, *(at for at in later if at > until)])
+        found = client.audit.search(context_id=run.start.context_id, since=run.start.created_at, until=written)
         for record in islice(found, _MOST_RECORDS):
-            approvals += record.approval is not None
+            if record.approval is not None:
+                approvals.add(record.approval)
             if record.kind == "shell" and record.decision == "allow" and "command" in record.arguments:
                 commands += 1
             elif record.kind == "network" and record.arguments.get("host"):
@@ -291,5 +298,5 @@ def _facts(client: Client, run: FolderRun) -> dict[str, object]:
         "commands": commands,
         "reached": sorted(reached),
         "refused": sorted(refused - reached),
-        "approvals": approvals,
+        "approvals": len(approvals),
     }
