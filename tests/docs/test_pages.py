@@ -1,5 +1,6 @@
 """Every page can be found, every link and file it names exists, and the picture fits its boxes."""
 
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -82,3 +83,19 @@ def test_texts_of_the_picture_fit_their_boxes():
             key=lambda box: box[2] * box[3],
         )
         assert right[0] <= left and left + width <= right[0] + right[2], words
+
+
+def test_recorded_session_names_no_private_path_and_fits_its_picture():
+    lines = (DOCS / "images/here.cast").read_text().splitlines()
+    header, *events = map(json.loads, lines)
+    text = "".join(words for _, _, words in events)
+    assert header["version"] == 2 and [at for at, _, _ in events] == sorted(at for at, _, _ in events)
+    assert "carrel here --" in text and "Read-only file system" in text and "brings them back" in text
+    assert not re.search(r"/(tmp|work|root|home|usr|var)/", text)
+    picture = ElementTree.parse(DOCS / "images/here.svg").getroot()
+    texts = list(picture.iter("{http://www.w3.org/2000/svg}text"))
+    assert len(texts) > 20
+    assert all(
+        float(each.get("x", 0)) + float(each.get("textLength", 0)) < float(picture.get("width", 0)) for each in texts
+    )
+    assert all(float(each.get("y", 0)) < float(picture.get("height", 0)) for each in texts)
