@@ -154,8 +154,10 @@ class FolderGuard:
         assert self._queue is not None
         held: list[Held] = []
         for event in self._queue.read():
-            if not event.name:
+            if event.kind == "lost":
                 return [*held, *self.sweep()]
+            if event.kind == "ended":
+                self._watched.pop(event.watch, None)
             place = self._watched.get(event.watch)
             if place is None:
                 continue
