@@ -88,9 +88,9 @@ def enforce_limits(watched: Sequence[WatchedSandbox], proc: str = "/proc") -> bo
     whether a new count is needed.
     """
     wanted = False
-    children = _children(proc)
+    children = children_by_parent(proc)
     for sandbox in watched:
-        sizes = {pid: _private_bytes(proc, pid) for pid in _below(sandbox.pid, children)}
+        sizes = {pid: _private_bytes(proc, pid) for pid in below(sandbox.pid, children)}
         sizes = {pid: size for pid, size in sizes.items() if size}  # an ended process has no memory
         shared = sandbox.shared
         own = sum(sizes.values()) + _mounted(sandbox.mounts) + _segments(sandbox.segments)
@@ -156,7 +156,7 @@ def count(first: int, device: int, before: Mapping[int, int], proc: str = "/proc
     processes: dict[int, dict[int, int]] = {}
     entries: dict[int, int] = {}
     room = MOST_ENTRIES
-    for pid in _below(first, _children(proc)):
+    for pid in below(first, children_by_parent(proc)):
         opened, seen_open = _open_shared(f"{proc}/{pid}", pid, device, room)
         mapped, seen_maps = _mapped_shared(f"{proc}/{pid}", device, room)
         for inode, reach in mapped.items():
@@ -278,7 +278,7 @@ def _open_files(proc: str, pid: int) -> int:
 def deleted_open_bytes(pid: int, device: int, proc: str = "/proc") -> int:
     """Return the bytes of deleted files on `device` that processes below `pid` still have open or mapped."""
     found: dict[int, int] = {}
-    for current in _below(pid, _children(proc)):
+    for current in below(pid, children_by_parent(proc)):
         threads = _threads(f"{proc}/{current}")
         for thread in threads:  # a thread may have its own descriptors; memory is common to all
             _held_open(f"{thread}/fd", device, found)
@@ -318,7 +318,7 @@ def _held_mapped(path: str, device: int, found: dict[int, int]) -> bool:
     return bool(lines)
 
 
-def _children(proc: str) -> dict[int, list[int]]:
+def children_by_parent(proc: str = "/proc") -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for name in os.listdir(proc):
         if name.isdigit():
@@ -328,7 +328,8 @@ def _children(proc: str) -> dict[int, list[int]]:
     return found
 
 
-def _below(first: int, children: Mapping[int, Sequence[int]]) -> list[int]:
+def below(first: int, children: Mapping[int, Sequence[int]]) -> list[int]:
+    """Return a process and all below it, parents first."""
     found = [first]
     for pid in found:  # grows meanwhile
         found += children.get(pid, ())

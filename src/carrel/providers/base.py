@@ -151,6 +151,18 @@ class Provider(ABC):
         """
         return None
 
+    async def pause(self, handle: Handle) -> bool:
+        """Stop every process of the sandbox but its supervisor; return whether all are stopped."""
+        raise Unsupported(f"provider '{self.name}' cannot pause a sandbox", hint="choose another provider")
+
+    async def unpause(self, handle: Handle) -> None:
+        """Continue the processes that `pause` stopped."""
+        raise Unsupported(f"provider '{self.name}' cannot pause a sandbox", hint="choose another provider")
+
+    async def kill_paused(self, handle: Handle) -> None:
+        """Kill every process of the sandbox that is stopped."""
+        raise Unsupported(f"provider '{self.name}' cannot pause a sandbox", hint="choose another provider")
+
     async def close(self) -> None:
         """Release the provider's own resources. Running sandboxes are not touched."""
         return

@@ -1,12 +1,19 @@
-"""Checks and ends processes that are known by PID and start time, and need not be children of this process."""
+"""Checks, stops and ends processes that are known by PID, and need not be children of this process."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import time
+from contextlib import suppress
 
 from carrel.isolation import cgroups
+from carrel.isolation.watchdog import below, children_by_parent
+from carrel.primitives.kernel_files import stat_fields
+
+MOST_LOOKS = 200
+"""How often the list of processes is read until all of them are stopped."""
 
 
 def runs(pid: int, start_time: int) -> bool:
@@ -37,3 +44,45 @@ async def end(pid: int, start_time: int, *, patience_s: float = 0.0, deadline_s:
     finally:
         loop.remove_reader(process)
         os.close(process)
+
+
+def stop_below(pid: int) -> bool:
+    """Stop every process below this one; return whether all are stopped. Blocking.
+
+    A parent is stopped before its children, so it does not learn that they are stopped. One that is not stopped yet may
+    start others or continue them: so it is repeated until all are stopped.
+    """
+    for _ in range(MOST_LOOKS):
+        running = [each for each in below(pid, children_by_parent())[1:] if _state(each) not in _NOT_RUNNING]
+        if not running:
+            return True
+        for each in running:
+            _send(each, signal.SIGSTOP)
+        time.sleep(0.002)
+    return False
+
+
+def continue_below(pid: int) -> None:
+    """Continue the stopped processes below this one, children first."""
+    for each in reversed(below(pid, children_by_parent())[1:]):
+        _send(each, signal.SIGCONT)
+
+
+def kill_stopped(pid: int) -> None:
+    """Kill the stopped processes below this one."""
+    for each in below(pid, children_by_parent())[1:]:
+        if _state(each) == b"T":
+            _send(each, signal.SIGKILL)
+
+
+_NOT_RUNNING = frozenset({b"T", b"t", b"Z", b"X", b""})
+
+
+def _state(pid: int) -> bytes:
+    fields = stat_fields(f"/proc/{pid}")
+    return fields[0] if fields else b""
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

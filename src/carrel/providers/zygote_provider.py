@@ -140,6 +140,15 @@ class ZygoteProvider(Provider):
         found = await self._zygote.known("list")
         return [str(name) for name in found.get("ids", [])]
 
+    async def pause(self, handle: Handle) -> bool:
+        return await asyncio.to_thread(foreign_processes.stop_below, number(handle, "pid"))
+
+    async def unpause(self, handle: Handle) -> None:
+        await asyncio.to_thread(foreign_processes.continue_below, number(handle, "pid"))
+
+    async def kill_paused(self, handle: Handle) -> None:
+        await asyncio.to_thread(foreign_processes.kill_stopped, number(handle, "pid"))
+
     async def remove(self, handle: Handle) -> None:
         answer = await self._zygote.known("remove", id=handle["id"])
         if not answer.get("known") and await self.alive(handle):
