@@ -43,6 +43,7 @@ from carrel.control.secrets.values import FRESH_S as SECRETS_FRESH_S
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.context_deletion import ContextDeletion
+from carrel.control.sessions.deletion_limits import DeletionLimits
 from carrel.control.sessions.folders import Folders
 from carrel.control.sessions.leases import Leases, LeaseUpkeep
 from carrel.control.sessions.live import LiveSandboxes, SessionNotes
@@ -84,6 +85,7 @@ from carrel.store.snapshots import SnapshotStore
 from carrel.store.tokens import TokenStore
 from carrel.workspaces.archive import Archive
 from carrel.workspaces.checkpoints import CheckpointStore
+from carrel.workspaces.folder_rules import IGNORED
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes.doctor import disk_quota, retention
@@ -176,6 +178,14 @@ class ControlPlane:
         files = FilespaceFiles(workspaces, filespace_store, remote, bases, spool, notes, values)
         masks = PolicyMasks(policies)
         self._protected_folders = ProtectedFolders(os.path.join(layout.data_dir, "protected"), audit, notes)
+        self._deletions = DeletionLimits(
+            os.path.join(layout.data_dir, "deletions"),
+            admission,
+            notes,
+            policies.delete_limit,
+            ignored=(*IGNORED, *settings.checkpoints.ignored_names),
+            wait_s=settings.approvals.ttl_s,
+        )
         secret_files = SecretFiles(values, plans, admission, live)
         holds = EnvironmentHolds(environment_store)
         runs = RunCheckpoints(
@@ -195,6 +205,7 @@ class ControlPlane:
             filespace=files,
             masks=masks,
             protected_folders=self._protected_folders,
+            deletions=self._deletions,
             approvals=approvals,
             secrets=secret_files,
             egress=egress,
@@ -339,6 +350,7 @@ class ControlPlane:
         await self._host.ready()
         self.recovered = await recover(self.sessions, self.store, self.workspaces, self.providers, self.layout.run)
         await self._protected_folders.open(self.sessions.live())
+        await self._deletions.open(self.sessions.live())
         await recover_approvals(self._approval_store, self.sessions.live(), self.audit, self.node)
         await self._mcp_discovery.open()
         await self.environments.open()
@@ -385,6 +397,7 @@ class ControlPlane:
             await self.sessions.shutdown()
         finally:
             await self._protected_folders.close()
+            await self._deletions.close()
             try:
                 await self.egress.close()
             except (CarrelError, OSError):

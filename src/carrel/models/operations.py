@@ -64,9 +64,9 @@ class FileAccess:
     surely: bool = False
 
 
-Decides = Literal["nothing", "command", "variables", "tool", "host"] | tuple[FileAccess, ...]
+Decides = Literal["nothing", "command", "variables", "tool", "host", "deletions"] | tuple[FileAccess, ...]
 """What policy decides about: a command with its variables, files and packages; the variables of a sandbox; a tool of an
-MCP server; a host and port; or accesses to files.
+MCP server; a host and port; the number of deleted files; or accesses to files.
 """
 
 READS = (FileAccess("read"),)
@@ -101,7 +101,7 @@ class Operation:
     """It belongs to no context: its audit record goes into the chain of the server."""
 
     def __post_init__(self) -> None:
-        if self.kind == "file" and not isinstance(self.decides, tuple):
+        if self.kind == "file" and not isinstance(self.decides, tuple) and self.decides != "deletions":
             raise ValueError(f"{self.name}: declare its file accesses in `decides`")
         if self.kind in {"mcp", "network"} and self.decides == "nothing":
             raise ValueError(f"{self.name}: declare in `decides` what policy decides about")
@@ -300,6 +300,7 @@ DELETE_FILE = _forwarded(
         description="A directory that is not empty needs `recursive`.",
     )
 )  # fmt: skip
+DELETE_MANY_FILES = _row("delete_many_files", "file", decides="deletions")
 
 # filespaces
 SYNC_FILESPACE = _row("sync_filespace", "session", OPERATE, f"POST {_SANDBOX}/sync")

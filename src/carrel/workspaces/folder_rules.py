@@ -6,7 +6,7 @@ Folders that a build makes again are left out by their name. `.git` is never lef
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from carrel.primitives import walk
 from carrel.workspaces.volumes.capture import Rules
@@ -36,6 +36,13 @@ MOST_NAMED = 100
 _LONGEST_SHOWN = 1000
 
 
+def is_build_folder(path: str, name: str, beside: Collection[str], always: Collection[str] = IGNORED) -> bool:
+    """Return whether a directory is left out. `path` is the directory that it is in, `beside` are the names there."""
+    if ".git" in path.split("/"):
+        return False
+    return name in always or not set(beside).isdisjoint(_BESIDE.get(name, ()))
+
+
 class FolderRules(Rules):
     """The rules for one capture of a folder; it collects what was left out."""
 
@@ -51,12 +58,11 @@ class FolderRules(Rules):
 
     def ignores(self, visited: walk.Visited, name: str) -> bool:
         """Return whether this is a build folder, outside of `.git`."""
-        if visited.path_bytes > walk.LONGEST_PATH or ".git" in visited.path.split("/"):
+        if visited.path_bytes > walk.LONGEST_PATH:
             return False
-        if name not in self._always:
-            names = {entry for entry, _ in visited.entries}
-            if names.isdisjoint(_BESIDE[name]):
-                return False
+        beside = () if name in self._always else {entry for entry, _ in visited.entries}
+        if not is_build_folder(visited.path, name, beside, self._always):
+            return False
         self.ignored_count += 1
         if len(self.ignored) < MOST_NAMED:
             self.ignored.append(_below(visited, name))

@@ -110,6 +110,8 @@ def verdict_of(policy: Policy, call: Call, read: Callable[[str], str | None]) ->
         return decide_network(policy, str(arguments.get("host", "")), port if isinstance(port, int) else None)
     if decides == "tool":
         return decide_mcp(policy, str(arguments.get("server", "")), str(arguments.get("tool", "")))
+    if decides == "deletions":
+        return _of_deletions(policy, arguments)
     if isinstance(decides, str):  # nothing; or variables of a sandbox, which `Policies` decides
         return ALLOWED
     parts = []
@@ -120,6 +122,14 @@ def verdict_of(policy: Policy, call: Call, read: Callable[[str], str | None]) ->
         else:
             parts.append(decide_file(policy, each.access, path))
     return strictest(parts) or ALLOWED
+
+
+def _of_deletions(policy: Policy, arguments: Mapping[str, object]) -> Verdict:
+    most, count = policy.limits.delete_limit, arguments.get("count")
+    if most is None or (isinstance(count, int) and count <= most):
+        return ALLOWED
+    reason = f"more than {most} files of the folder were deleted; `carrel undo` brings them back after the run"
+    return Verdict("ask", reason, "runtime.delete_limit", policy.sources[-1][0], "delete less at once")
 
 
 def _of_command(policy: Policy, arguments: Mapping[str, object], read: Callable[[str], str | None]) -> Verdict:

@@ -154,6 +154,10 @@ class Policies:
         """Return the longest time that the policy allows a command of a session; None for no limit."""
         return (await self.of_record(record)).limits.max_execution_time_seconds
 
+    async def delete_limit(self, record: SessionRecord) -> int | None:
+        """Return how many files a session may delete before a person is asked; None for no limit."""
+        return (await self.of_record(record)).limits.delete_limit
+
     async def explain(self, context_id: str | None, command: str | list[str], cwd: str | None) -> Explanation:
         """Explain the verdict on a command, part by part."""
         return explained(await self._decider.explain(await self.of(context_id), command, cwd))

@@ -102,6 +102,7 @@ class Attachments:
     filespace: Attachment
     masks: Attachment
     protected_folders: Attachment
+    deletions: Attachment
     checkpoints: Attachment
     approvals: Attachment
     secrets: Attachment

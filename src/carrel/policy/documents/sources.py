@@ -12,6 +12,7 @@ from carrel.policy.documents import documents
 from carrel.policy.documents.documents import DocumentPart
 
 NAME = "sources.json"
+MOST_DELETE_LIMIT = 1_000_000
 
 
 def check_domain(domain: str) -> None:
@@ -219,6 +220,12 @@ class Runtime(DocumentPart):
         default=None, ge=1, description="most seconds that a command may run"
     )
     max_memory_mb: int | None = Field(default=None, ge=1, description="most memory that a sandbox may use")
+    delete_limit: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_DELETE_LIMIT,
+        description="in a folder of the host: files that a run may delete before a person is asked",
+    )
 
 
 class Sources(DocumentPart):
@@ -241,6 +248,7 @@ class LowestLimits:
     max_memory_mb: int | None = None
     max_install_size_mb: int | None = None
     max_clone_size_mb: int | None = None
+    delete_limit: int | None = None
 
 
 def limits(*sources: Sources) -> LowestLimits:
@@ -255,6 +263,7 @@ def limits(*sources: Sources) -> LowestLimits:
         least(*(each.runtime.max_memory_mb for each in sources)),
         least(*(part.max_install_size_mb for each in managers for part in (each.pip, each.uv) if part)),
         least(*(each.git.max_clone_size_mb for each in sources if each.git)),
+        least(*(each.runtime.delete_limit for each in sources)),
     )
 
 
