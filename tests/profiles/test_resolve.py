@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from carrel.control.sessions.masks import masks_of
 from carrel.egress.http.credentials import placeholder
+from carrel.egress.outbound.names import read_authority
+from carrel.egress.outbound.rules import EgressRules
 from carrel.errors import InvalidRequest, UnknownSetting
 from carrel.policy.documents import documents
 from carrel.policy.documents.settings import Permissions, SettingsDocument
@@ -125,6 +127,38 @@ def test_git_goes_by_https_with_a_credential_for_the_folder_only() -> None:
     assert setup("git_credentials = false").git_logins == ()
 
 
+def test_publishing_to_a_registry_of_the_user_asks() -> None:
+    policy = policy_of(
+        setup('registries = ["python-index.example", "*.crates.example"]\nallow_hosts = ["docs.example.org"]')
+    )
+    rules = EgressRules(policy)
+    for host, asks in {"python-index.example": True, "a.crates.example": True, "docs.example.org": False}.items():
+        target = read_authority(host, 443)
+        assert rules.decide(target).allows and rules.inspected(target) is asks
+        for method, path in (
+            ("PUT", "/@team%2fname"),
+            ("POST", "/legacy/"),
+            ("PUT", "/api/v1/crates/new"),
+            ("POST", "/api/v1/gems"),
+            ("DELETE", "/api/v1/gems/yank"),
+        ):
+            verdict = rules.decide_request(target, method, path)
+            assert (verdict is not None and verdict.asks) is asks
+        for method, path in (("GET", "/@team%2fname"), ("GET", "/simple/x/"), ("POST", "/-/npm/v1/security/audits")):
+            assert rules.decide_request(target, method, path) is None
+    for wrong in ("*", "*.com", "python-index.example:8080"):
+        with pytest.raises(InvalidRequest):
+            setup(f'registries = ["{wrong}"]')
+
+
+def test_the_user_chooses_how_many_files_may_be_deleted_and_a_project_lowers_it() -> None:
+    def limit(user: str = "", project: int | None = None) -> int | None:
+        return policy_of(setup(user, Project(ProjectConfig(delete_limit=project)))).limits.delete_limit
+
+    assert (limit(), limit("delete_limit = 500")) == (200, 500)
+    assert (limit("delete_limit = 500", 50), limit("delete_limit = 5", 50)) == (50, 5)
+
+
 def test_the_user_widens_and_options_win() -> None:
     found = setup(
         'allow_hosts = ["docs.example.org"]\nunprotect = [".vscode"]\nunknown_hosts = "ask"\n'
@@ -208,6 +242,7 @@ _CONFIGS = st.builds(
     home_files=st.sampled_from([None, False]),
     protect=_lists(st.sampled_from(PATHS), max_size=3).map(tuple),
     deny=_lists(st.sampled_from(RULES), max_size=3).map(tuple),
+    delete_limit=st.sampled_from([None, 0, 1000]),
 )
 _SETTINGS = st.builds(
     lambda allow, deny: SettingsDocument(
@@ -245,6 +280,7 @@ def strictness(found: AgentSetup) -> dict[str, int]:
         "secrets": -len(found.secrets),
         "home": -len(found.shared_files),
         "shut": int(shut),
+        "deletions": -(policy.limits.delete_limit or 0),
     }
 
 

@@ -17,7 +17,7 @@ from carrel.errors import InvalidRequest
 from carrel.policy.documents import documents
 from carrel.policy.documents.documents import MAX_DOCUMENT, DocumentPart
 from carrel.policy.documents.settings import SettingsDocument
-from carrel.policy.documents.sources import RequestRule, check_domain, check_narrow
+from carrel.policy.documents.sources import MOST_DELETE_LIMIT, RequestRule, check_domain, check_narrow
 
 MOST_PROJECT_RULES = 200
 """Rules of a project. A sandbox has a limited number of masks: more rules could push out those of the user."""
@@ -83,8 +83,10 @@ Host = Annotated[str, Field(min_length=1, max_length=300), AfterValidator(check_
 BlockedHost = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(check_blocked_host)]
 FolderPath = Annotated[str, Field(max_length=1024), AfterValidator(check_path)]
 GitHost = Annotated[str, AfterValidator(check_blocked_host), AfterValidator(lambda host: check_narrow(host) or host)]
+RegistryHost = Annotated[str, AfterValidator(check_host), AfterValidator(check_blocked_host)]
 Variable = Annotated[str, Field(pattern=_VARIABLE)]
 HomeFile = Annotated[str, Field(min_length=1, max_length=1024)]
+DeleteLimit = Annotated[int, Field(ge=0, le=MOST_DELETE_LIMIT)]
 Choice = Literal["allow", "ask", "deny"]
 Strictness = Literal["ask", "deny"]
 
@@ -109,6 +111,16 @@ class AgentKey(DocumentPart):
     )
 
 
+class PublishRule(DocumentPart):
+    """A request that publishes a package, at any registry."""
+
+    methods: tuple[str, ...] = Field(strict=False, description="the methods")
+    paths: tuple[str, ...] | None = Field(
+        default=None, strict=False, description="the paths; `*` matches any characters. Without the key, all"
+    )
+    reason: str = Field(max_length=200, description="what such a request does")
+
+
 class Profile(DocumentPart):
     """What one agent may reach, and how it runs in a sandbox."""
 
@@ -125,6 +137,12 @@ class Profile(DocumentPart):
     )
     protect: tuple[FolderPath, ...] = Field(default=(), strict=False, description="paths that are read-only")
     git_hosts: tuple[GitHost, ...] = Field(default=(), strict=False, description="hosts whose pushes are decided")
+    publishing: tuple[PublishRule, ...] = Field(
+        default=(), strict=False, description="requests to the user's registries that ask"
+    )
+    delete_limit: DeleteLimit | None = Field(
+        default=None, description="files that a run may delete before a person is asked"
+    )
 
 
 class UserConfig(DocumentPart):
@@ -149,6 +167,14 @@ class UserConfig(DocumentPart):
     deny: tuple[str, ...] = Field(default=(), strict=False, description="rules of settings.json that deny")
     requests: tuple[RequestRule, ...] = Field(
         default=(), strict=False, description="requests that are decided although their host is allowed"
+    )
+    registries: tuple[RegistryHost, ...] = Field(
+        default=(),
+        strict=False,
+        description="package registries to connect to; their TLS is decrypted, and publishing asks",
+    )
+    delete_limit: DeleteLimit | None = Field(
+        default=None, description="files that a run may delete before a person is asked; without the key, 200"
     )
     home_files: tuple[HomeFile, ...] = Field(
         default=(),
@@ -183,6 +209,9 @@ class ProjectConfig(DocumentPart):
     )
     deny: tuple[str, ...] = Field(
         default=(), strict=False, max_length=MOST_PROJECT_RULES, description="rules of settings.json that deny"
+    )
+    delete_limit: DeleteLimit | None = Field(
+        default=None, description="ask after so many deleted files, if that is less than the user's number"
     )
 
 

@@ -21,6 +21,7 @@ from carrel.profiles.documents import (
     Choice,
     Profile,
     ProjectConfig,
+    PublishRule,
     UserConfig,
     UserDocument,
     check_host,
@@ -32,6 +33,8 @@ HOME = "/home/agent"
 WORKSPACE = "/workspace"
 PROFILE_FILES = "profile"
 """The word in `home_files` that means the files that the profile names."""
+DELETE_LIMIT = 200
+"""Files that a run may delete before a person is asked, if no document says another number."""
 _PORTS = (None, 80, 443)
 """The open ports of an allowed host without a port."""
 _NETWORK_RULE = re.compile(r"\s*network\s*\(\s*outbound\s*:(.*)\)\s*")
@@ -119,7 +122,7 @@ def resolve(
     chosen = _merge((user, user.profiles.get(name, UserConfig()), options))
     tightened = project.config or ProjectConfig()
     notes: list[str] = []
-    hosts = [*profile.hosts, *chosen.allow_hosts]
+    hosts = [*profile.hosts, *chosen.allow_hosts, *chosen.registries]
     rules, ruled_hosts = _split_rules(chosen.allow)
     hosts += ruled_hosts
     env = {**profile.env, **chosen.env}
@@ -145,12 +148,14 @@ def resolve(
         "credentials": [*credentials, *(_git_credential(each, remotes) for each in logins)],
         "requests": [
             *(each.model_dump(mode="json", exclude_none=True) for each in chosen.requests),
+            *_publish_rules((*default.publishing, *profile.publishing), chosen.registries),
             *_push_rules(push, (*default.git_hosts, *profile.git_hosts, *(each.host for each in remotes))),
         ],
     }
     remote_urls = [url for each in remotes for url in _spellings(f"https://{each.host}{each.path}")]
     sources: dict[str, object] = {
         "web_access": web,
+        "runtime": {"delete_limit": _delete_limit(default, profile, chosen, tightened)},
         **({"git": {"allowed_remotes": remote_urls}} if remote_urls else {}),
     }
     protected = _protected((*default.protect, *profile.protect), chosen, tightened, git_file=project.git_is_file)
@@ -332,6 +337,12 @@ def _push_rules(push: Choice, hosts: Iterable[str]) -> list[dict[str, object]]:
     return [{"host": host, **rule} for host in dict.fromkeys(hosts)]
 
 
+def _publish_rules(rules: Iterable[PublishRule], hosts: Iterable[str]) -> list[dict[str, object]]:
+    """Return the rules for uploads to registries."""
+    values = [each.model_dump(mode="json", exclude_none=True) for each in rules]
+    return [{"host": host, **value} for host in dict.fromkeys(hosts) for value in values]
+
+
 def _git_config(remotes: Iterable[GitRemote], identity: Mapping[str, str]) -> str:
     """Return the git configuration inside: who commits, and https in place of ssh, which has no way out."""
     lines = ["[safe]", "\tdirectory = *"]
@@ -366,6 +377,13 @@ def _protected(
     kept = [path for path in defaults if path not in chosen.unprotect]
     own = [".git"] if git_file else []
     return tuple(dict.fromkeys((*kept, *own, *chosen.protect, *tightened.protect)))
+
+
+def _delete_limit(default: Profile, profile: Profile, chosen: UserConfig, tightened: ProjectConfig) -> int:
+    """Return the number of files: of the user, else of the profile; a project may only lower it."""
+    given = (chosen.delete_limit, profile.delete_limit, default.delete_limit)
+    limit = next((each for each in given if each is not None), DELETE_LIMIT)
+    return limit if tightened.delete_limit is None else min(limit, tightened.delete_limit)
 
 
 def _write_rule(path: str) -> str:
