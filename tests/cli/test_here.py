@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
-import sys
-import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.here_ground import COMMAND, WAIT_S, Screen, ended, here
 
 from carrel.cli.here_server import server_for
-
-COMMAND = [sys.executable, "-m", "carrel", "here"]
-WAIT_S = 90.0
 
 
 @pytest.fixture(scope="module")
@@ -46,79 +38,6 @@ def folder(tmp_path: Path) -> Path:
     found = tmp_path / "project"
     found.mkdir()
     return found
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.01)
-
-
-def ended(directory: Path) -> None:
-    """Wait until no server uses a data directory."""
-    with (directory / "lock").open("rb+") as lock:
-
-        def is_free() -> bool:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
-            return True
-
-        until(is_free)
-
-
-def here(env: dict[str, str], folder: Path, *words: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [*COMMAND, *words], cwd=folder, env=env, input=stdin, capture_output=True, timeout=WAIT_S, check=False
-    )
-
-
-class Screen:
-    """A program at a terminal of its own."""
-
-    def __init__(self, words: list[str], env: dict[str, str], folder: Path):
-        self.pid, self.fd = pty.fork()
-        if self.pid == 0:
-            os.chdir(folder)
-            os.execvpe(words[0], words, env)
-        self.resize(24, 80)
-        self.seen = b""
-
-    def type(self, keys: bytes) -> None:
-        left = memoryview(keys)
-        while left:
-            left = left[os.write(self.fd, left[:4096]) :]
-
-    def resize(self, rows: int, columns: int) -> None:
-        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    def read(self) -> bytes:
-        try:
-            return os.read(self.fd, 65536) if select.select([self.fd], [], [], 0.1)[0] else b""
-        except OSError:
-            return b""
-
-    def wait(self, text: bytes) -> bytes:
-        """Read until a text appears; return everything up to it and forget that."""
-        deadline = time.monotonic() + WAIT_S
-        while text not in self.seen:
-            assert time.monotonic() < deadline, f"{text!r} did not appear, but {self.seen[-2000:]!r}"
-            self.seen += self.read()
-        before, _, self.seen = self.seen.partition(text)
-        return before
-
-    def end(self) -> int:
-        status = None
-        deadline = time.monotonic() + WAIT_S
-        while status is None:
-            assert time.monotonic() < deadline
-            self.seen += self.read()
-            found, code = os.waitpid(self.pid, os.WNOHANG)
-            status = os.waitstatus_to_exitcode(code) if found else None
-        os.close(self.fd)
-        return status
 
 
 def test_streams_exit_code_and_folder_pass_through(env: dict[str, str], folder: Path) -> None:
@@ -252,3 +171,18 @@ def test_killed_command_ends_its_program_and_its_server(env: dict[str, str], fol
     time.sleep(0.1)  # longer than the program needs for the next one
     assert (folder / "beat").read_text() == last
     assert not record.exists()
+
+
+def test_summary_and_log_tell_what_was_refused(env: dict[str, str], folder: Path) -> None:
+    strict = {**env, "XDG_CONFIG_HOME": str(folder.parent)}
+    (folder / "old").touch()
+    (folder / "job.sh").write_text("mkdir .vscode\ncurl -s http://refused.example/\n")
+    done = here(strict, folder, "--json", "--", "sh", "-c", "rm old; sh job.sh; exit 4")
+    told = json.loads(done.stderr.splitlines()[-1])
+    assert (told["exit_code"], told["hosts_refused"]) == (4, ["refused.example"])
+    assert told["held_back"] == {".vscode": ".vscode.held-by-carrel"}
+    assert (told["approved"], told["denied"]) == (0, 0)
+    carrel = COMMAND[:-1]
+    run = json.loads(here(strict, folder, "log", "--json", command=carrel).stdout)[0]
+    # The program that the user typed was not approved by anybody, though its `rm` has to be.
+    assert (run["commands"], run["approvals"], run["refused"]) == (1, 0, ["refused.example"])

@@ -25,13 +25,11 @@ from carrel.cli.here_setup import HereSetup, setup_for
 from carrel.cli.here_streams import Attached, exit_code, has_terminal, terminal_size
 from carrel.cli.here_tools import HOME, find_tool
 from carrel.cli.here_wire import LocalWire
-from carrel.cli.here_words import HereOptions
+from carrel.cli.here_words import TYPED, HereOptions
 from carrel.errors import ApprovalNeeded, CarrelError, InvalidRequest, NotFound, NotRunning, ServerUnreachable
 
 BROKEN_PIPE = 141
 """What a shell shows for a program whose reader has gone: 128 + SIGPIPE."""
-RECORDS_S = 0.3
-"""How long records of connections need until the server has them. Short runs do not wait for them."""
 PASSED_VARIABLES = (
     "TERM",
     "COLORTERM",
@@ -104,7 +102,9 @@ def _attach(
     except ApprovalNeeded as error:
         if error.approval is None:
             raise
-        decisions.request("POST", f"/v1/approvals/{quote(error.approval, safe='')}/decide", {"approve": True})
+        decisions.request(
+            "POST", f"/v1/approvals/{quote(error.approval, safe='')}/decide", {"approve": True, "message": TYPED}
+        )
         return Attached(wire, path, request, questions).run(error.approval)
 
 
@@ -319,17 +319,17 @@ def _summarise(
     """Say on stderr what the run has done. Nothing that fails here changes the exit code."""
     if not options.json and not os.isatty(2):
         return
-    if questions.answers or time.time() - began > 1:
-        time.sleep(RECORDS_S)
     wire = LocalWire(server.url, server.token)
-    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(began))
+    since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(began)) + f".{int(began % 1 * 1000):03}Z"
     facts: dict[str, Any] = {"context": context, "exit_code": code, "seconds": round(time.time() - began, 1)}
     with suppress(CarrelError):
-        query = f"context_id={quote(context, safe='')}&kind=network&limit=1000&since={quote(since, safe='')}"
-        records = wire.request("GET", f"/v1/audit?{query}")["items"]
+        query = f"/v1/audit?context_id={quote(context, safe='')}&limit=1000&since={since}"
+        records = wire.request("GET", f"{query}&kind=network")["items"]
         for key, wanted in (("hosts_reached", True), ("hosts_refused", False)):
             found = {str(each["arguments"].get("host")) for each in records if (each["decision"] == "allow") == wanted}
             facts[key] = sorted(found - {"None"})
+        held = wire.request("GET", f"{query}&kind=file&name=hold_path")["items"]
+        facts["held_back"] = {str(each["arguments"]["path"]): each["arguments"]["renamed_to"] for each in held[::-1]}
     with suppress(CarrelError, StopIteration):
         base = f"/v1/contexts/{quote(context, safe='')}/checkpoints"
         end = next(each for each in wire.request("GET", base)["items"] if each["kind"] == "end")
@@ -355,6 +355,8 @@ def _sentence(facts: dict[str, Any]) -> str:
         parts.append(f"reached {_few(reached)}")
     if refused := facts.get("hosts_refused"):
         parts.append(f"refused {_few(refused)}")
+    if held := facts.get("held_back"):
+        parts.append(f"protected, so renamed: {_few([f'{path} to {now}' for path, now in held.items()])}")
     if facts.get("approved") or facts.get("denied"):
         parts.append(f"{facts['approved']} approved, {facts['denied']} denied")
     return "carrel: " + "; ".join(parts) + ". `carrel diff` shows the changes, `carrel undo` takes them back"

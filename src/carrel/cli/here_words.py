@@ -14,6 +14,10 @@ LISTS |= {"-e": "env"}
 FLAGS = {"--yes": "yes", "-y": "yes", "--no-questions": "no_questions", "--json": "json"}
 
 
+TYPED = "the user typed this command"
+"""The message of an approval that nobody was asked for: the program itself, which the user has named."""
+
+
 class HereOptions(NamedTuple):
     """What the user asks `carrel here` for."""
 

@@ -17,9 +17,10 @@ import typer
 from carrel.cli import options
 from carrel.cli.failures import note
 from carrel.cli.here_server import client_for
+from carrel.cli.here_words import TYPED
 from carrel.cli.printing import age, plain, print_json, print_table, size
 from carrel.cli.progress import waiting
-from carrel.errors import NotFound
+from carrel.errors import ApprovalNeeded, Denied, NotFound
 
 if TYPE_CHECKING:
     from carrel.client import Client
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 SIGNS = {"added": "+", "removed": "-", "changed": "~"}
 _MOST_RECORDS = 10_000
 _MOST_NAMED = 20
-_RECORDS = timedelta(seconds=1)
-"""How long after the end of a run records of its last connections are written."""
+_REFUSED = (ApprovalNeeded.code, Denied.code)
 
 Run = Annotated[
     str | None, typer.Argument(metavar="RUN", help="The id of a run; see `carrel log`. Default: the last run.")
@@ -237,8 +237,7 @@ def log(
     """
     folder = here()
     with client_for(folder) as client:
-        runs = find_runs(client, folder)
-        rows = [_facts(client, run, runs) for run in runs[:count]]
+        rows = [_facts(client, run) for run in find_runs(client, folder)[:count]]
     if json:
         print_json(rows)
         return
@@ -267,22 +266,19 @@ def _few(hosts: object) -> str:
     return ", ".join(names[:3]) + (f" +{len(names) - 3}" if len(names) > 3 else "")
 
 
-def _facts(client: Client, run: FolderRun, runs: list[FolderRun]) -> dict[str, object]:
+def _facts(client: Client, run: FolderRun) -> dict[str, object]:
     changes = client.checkpoints(run.start.context_id).changes(run.start.id, run.end.id if run.end else None)
     until = run.end.created_at if run.end else None
-    commands = 0
-    approvals: set[str] = set()
+    commands = approvals = 0
     reached: set[str] = set()
     refused: set[str] = set()
     if run.start.kind == "start":
-        later = [each.start.created_at for each in runs if each.start.context_id == run.start.context_id]
-        written = None if until is None else min([until + _RECORDS, *(at for at in later if at > until)])
-        found = client.audit.search(context_id=run.start.context_id, since=run.start.created_at, until=written)
+        found = client.audit.search(context_id=run.start.context_id, since=run.start.created_at, until=until)
         for record in islice(found, _MOST_RECORDS):
-            if record.approval is not None:
-                approvals.add(record.approval)
-            if record.kind == "shell" and record.decision == "allow" and "command" in record.arguments:
-                commands += 1
+            if record.name == "decide_approval":
+                approvals += record.result == "ok" and record.arguments.get("message") != TYPED
+            elif record.kind == "shell" and "command" in record.arguments:
+                commands += record.result not in _REFUSED
             elif record.kind == "network" and record.arguments.get("host"):
                 (reached if record.decision == "allow" else refused).add(str(record.arguments["host"]))
     return {
@@ -298,5 +294,5 @@ def _facts(client: Client, run: FolderRun, runs: list[FolderRun]) -> dict[str, o
         "commands": commands,
         "reached": sorted(reached),
         "refused": sorted(refused - reached),
-        "approvals": len(approvals),
+        "approvals": approvals,
     }

@@ -201,7 +201,6 @@ class ControlPlane:
             limits=PolicyLimits(policies),
             network=NetworkMode(policies, settings.egress, default=settings.sandbox.network),
             folders=Folders(settings.sandbox.folder_root_paths, layout.data_dir),
-            checkpoints=runs,
             filespace=files,
             masks=masks,
             protected_folders=self._protected_folders,
@@ -209,6 +208,7 @@ class ControlPlane:
             approvals=approvals,
             secrets=secret_files,
             egress=egress,
+            checkpoints=runs,
             environments=holds,
             mcp=declarations,
         )

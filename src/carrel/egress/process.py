@@ -107,6 +107,7 @@ class EgressProxy:
             "ack": self._ack,
             "describe": self._describe,
             "drain": self._drain,
+            "flush": self._flush,
         }
         known = act.get(message.get("op"))
         answer: dict[str, object] = {"op": "done"}
@@ -176,6 +177,9 @@ class EgressProxy:
     def _ack(self, message: Message, _fds: list[int]) -> None:
         self._access_log.acknowledge(int(message["upto"]))
         self._acknowledged.set()
+
+    def _flush(self, _message: Message, _fds: list[int]) -> None:
+        self._access_log.flush()
 
     def _describe(self, _message: Message, _fds: list[int]) -> dict[str, object]:
         return {"version": VERSION, "pid": os.getpid(), "sandboxes": sorted(self._gateways)}

@@ -66,10 +66,14 @@ class AccessLogWriter:
         if self._task is None:
             return
         self.lost()
+        await self.wait_until_written()
+        await cancel([self._task])
+
+    async def wait_until_written(self) -> None:
+        """Wait until the batches that were taken are written, but not long for a database that is away."""
         with suppress(TimeoutError):
             async with asyncio.timeout(5):
                 await self._batches.join()
-        await cancel([self._task])
 
     async def _run(self) -> None:
         while True:

@@ -34,6 +34,7 @@ from carrel.primitives.backoff import Backoff
 from carrel.primitives.cache import Cache
 from carrel.primitives.channel import ChannelClosed, Message
 from carrel.primitives.tasks import cancel
+from carrel.store import SessionRecord
 
 log = logging.getLogger("carrel.egress")
 
@@ -153,6 +154,13 @@ class EgressService(Attachment):
         os.close(attached.listener)
         with suppress(ChannelClosed):
             self._client.send("detach", sandbox=box.record.id)
+
+    async def save(self, record: SessionRecord, workspace: str) -> None:
+        """Write the accesses of a sandbox that has ended, so that the records of its run are complete."""
+        if record.network.proxied and self._client.up:
+            with suppress(PlatformError):  # it has just died: the next process sends them
+                await self._client.request("flush")
+            await self._log.wait_until_written()
 
     async def refresh(self, box: LiveSandbox) -> None:
         """Send the current policy of a sandbox's context to the proxy."""

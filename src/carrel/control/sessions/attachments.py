@@ -103,10 +103,10 @@ class Attachments:
     masks: Attachment
     protected_folders: Attachment
     deletions: Attachment
-    checkpoints: Attachment
     approvals: Attachment
     secrets: Attachment
     egress: Attachment
+    checkpoints: Attachment
     environments: Attachment
     mcp: Attachment
 

@@ -1,0 +1,97 @@
+"""`carrel here` in processes of its own, with pipes or at a terminal, as root or as an ordinary user."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+COMMAND = [sys.executable, "-m", "carrel", "here"]
+WAIT_S = 90.0
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+
+
+def ended(directory: Path) -> None:
+    """Wait until no server uses a data directory."""
+    with (directory / "lock").open("rb+") as lock:
+
+        def is_free() -> bool:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            return True
+
+        until(is_free)
+
+
+def here(
+    env: dict[str, str], folder: Path, *words: str, stdin: bytes = b"", command: list[str] = COMMAND
+) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [*command, *words], cwd=folder, env=env, input=stdin, capture_output=True, timeout=WAIT_S, check=False
+    )
+
+
+class Screen:
+    """A program at a terminal of its own."""
+
+    def __init__(self, words: list[str], env: dict[str, str], folder: Path):
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.execvpe(words[0], words, env)
+        self.resize(24, 80)
+        self.seen = b""
+        self.is_closed = False
+
+    def type(self, keys: bytes) -> None:
+        left = memoryview(keys)
+        while left:
+            left = left[os.write(self.fd, left[:4096]) :]
+
+    def resize(self, rows: int, columns: int) -> None:
+        fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
+    def read(self) -> bytes:
+        try:
+            return os.read(self.fd, 65536) if select.select([self.fd], [], [], 0.1)[0] else b""
+        except OSError:
+            self.is_closed = True
+            return b""
+
+    def wait(self, text: bytes) -> bytes:
+        """Read until a text appears; return everything up to it and forget that."""
+        deadline = time.monotonic() + WAIT_S
+        while text not in self.seen:
+            assert time.monotonic() < deadline and not self.is_closed, (
+                f"{text!r} did not appear, but {self.seen[-2000:]!r}"
+            )
+            self.seen += self.read()
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def end(self) -> int:
+        status = None
+        deadline = time.monotonic() + WAIT_S
+        while status is None:
+            assert time.monotonic() < deadline
+            self.seen += self.read()
+            found, code = os.waitpid(self.pid, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if found else None
+        os.close(self.fd)
+        return status
