@@ -301,7 +301,7 @@ def _call_when_unused(users: Path, unused: Callable[[], object]) -> None:
     threading.Thread(target=wait, name="carrel-users", daemon=True).start()
 
 
-async def _serve(settings: Settings, users: Path | None) -> None:
+async def _serve(settings: Settings, users: Path | None, starting: int | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     if users is not None:
@@ -311,6 +311,8 @@ async def _serve(settings: Settings, users: Path | None) -> None:
     async with AsyncExitStack() as stack:
         with importing():
             server = await stack.enter_async_context(running(settings))
+        if starting is not None:
+            os.close(starting)
         print(_welcome(server, at_terminal=sys.stdout.isatty()), flush=True)  # noqa: T201
         if not is_loopback(settings.host):
             log.warning(
@@ -321,11 +323,14 @@ async def _serve(settings: Settings, users: Path | None) -> None:
         log.info("shutting down")
 
 
-def serve(settings: Settings, users: Path | None = None) -> None:
+def serve(settings: Settings, users: Path | None = None, starting: int | None = None) -> None:
     """Run a server until SIGTERM or SIGINT; then stop every sandbox. Durable workspaces stay.
 
-    With `users` it also ends when no process has a lock on that file.
+    With `users` it also ends when no process has a lock on that file. The descriptor `starting` holds a lock that keeps
+    others from starting a second server; it is closed when this one is ready.
     """
+    if starting is not None:
+        os.set_inheritable(starting, False)
     logging.basicConfig(
         level=settings.log_level.upper(),
         stream=sys.stderr,
@@ -337,4 +342,4 @@ def serve(settings: Settings, users: Path | None = None) -> None:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, users))
+        runner.run(_serve(settings, users, starting))

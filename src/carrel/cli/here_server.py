@@ -100,7 +100,7 @@ def found_or_started(directory: str) -> FolderServer:
     try:
         _lock(starting, fcntl.LOCK_EX, START_S, f"another process is starting a server in {directory}")
         if not _is_used(directory):
-            _start(directory)
+            _start(directory, starting)
         found = _record(directory)
     finally:
         os.close(starting)
@@ -116,13 +116,15 @@ def _server(url: str, directory: str) -> FolderServer:
     return FolderServer(url, _token(directory, "token"), _token(directory, "agent-token"))
 
 
-def _start(directory: str) -> None:
+def _start(directory: str, starting: int) -> None:
+    """Start a server. It holds the lock too until it is ready: if this process is killed, the next one waits for it."""
     import subprocess
 
     _remove(os.path.join(directory, "server.json"))  # of a server that was killed
     log = os.path.join(directory, "server.log")
     command = [sys.executable, "-m", "carrel", "serve", "--host", "127.0.0.1", "--port", "0", "--data-dir", directory]
     command += ["--log-level", "warning", "--until-unused", os.path.join(directory, "users")]
+    command += ["--starting-fd", str(starting)]
     for setting in _SETTINGS:
         command += ["--set", setting]
     kept = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
@@ -135,6 +137,7 @@ def _start(directory: str) -> None:
             stderr=output,
             cwd=directory,  # a carrel.toml of the folder must not configure it
             env=kept,
+            pass_fds=(starting,),
             start_new_session=True,  # the keys of the terminal are not for it
         )
     process.returncode = 0  # nobody waits for it: it may live longer than this process
