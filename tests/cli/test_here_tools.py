@@ -66,6 +66,10 @@ def test_python_tool_brings_its_environment_and_its_interpreter(home: Path) -> N
     found = find("aider", home, str(home / ".local/bin"))
     assert found.command == str(script)
     assert set(found.host_paths) == {str(venv), str(base.parent.parent)}
+    pyenv = home / ".pyenv"
+    shim = program(pyenv / "shims/python3", f"#!/usr/bin/env bash\nexec {pyenv}/libexec/pyenv")
+    (pyenv / "versions").mkdir()
+    assert find("python3", home, str(shim.parent))[:2] == (str(shim), {str(pyenv): str(pyenv)})
 
 
 def test_single_file_is_shown_alone_and_user_packages_with_their_script(home: Path) -> None:

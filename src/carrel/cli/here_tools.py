@@ -106,6 +106,8 @@ class _Needed:
                 return self._checked(directory)
             directory = os.path.dirname(directory)
         above = os.path.dirname(os.path.dirname(place))
+        if os.path.basename(os.path.dirname(place)) == "shims" and os.path.isdir(f"{above}/versions"):  # pyenv
+            return self._checked(above)
         has_node = os.path.exists(f"{above}/bin/node") and os.path.isdir(f"{above}/lib/node_modules")
         is_version = "/versions/" in place or "/python/" in place or has_node
         if os.path.basename(os.path.dirname(place)) == "bin" and is_version:
