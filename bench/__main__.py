@@ -60,6 +60,8 @@ BENCHMARKS = {
         Benchmark("a2a", "a task of the A2A agent beside the same command by the SDK"),
         Benchmark("mcp", "a call of a hosted MCP server's tool beside the same server over pipes"),
         Benchmark("audit", "appending to the audit log, searching a million records, verifying"),
+        Benchmark("here_start", "what `carrel here` adds to the start of a program"),
+        Benchmark("here_build", "git, tests and make in `carrel here` beside the same done directly"),
     )
 }
 
