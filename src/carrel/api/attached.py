@@ -20,7 +20,7 @@ from carrel.api.problems import invalid
 from carrel.api.terminals import TerminalEnded, close_with
 from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
-from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
+from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning, SandboxLost
 from carrel.models import CommandInfo, CommandRequest
 from carrel.models.operations import ATTACH_COMMAND
 
@@ -59,8 +59,8 @@ async def attached(socket: WebSocket) -> None:
     finally:
         try:
             await asyncio.shield(operations.delete_command(caller, id, info.id))
-        except (NotFound, NotRunning):
-            pass
+        except (NotFound, NotRunning, SandboxLost):
+            pass  # the sandbox has ended, and the command with it
 
 
 async def _request(socket: WebSocket) -> CommandRequest:

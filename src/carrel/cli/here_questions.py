@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 from typing import Any
-from urllib.parse import quote
 
 from carrel.cli.failures import note
 from carrel.cli.here_wire import LocalWire
@@ -127,7 +125,7 @@ class ApprovalQuestions:
         del self._pending[name]
         self.answers[name] = bool(decision["approve"])
         try:
-            self._wire.request("POST", f"/v1/approvals/{quote(name, safe='')}/decide", decision)
+            self._wire.request("POST", f"/v1/approvals/{name}/decide", decision)
         except CarrelError as error:  # another person was quicker, or it has expired
             note(f"\r\ncarrel: {error.detail}\r")
         return True
@@ -149,11 +147,12 @@ def _notify(summary: str) -> None:
     """Show a notification on the desktop, where there is one."""
     if not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return
+    import shutil
+    import subprocess
+
     program = shutil.which("notify-send")
     if program is None:
         return
-    import subprocess
-
     nowhere = subprocess.DEVNULL
     words = [program, "--app-name=carrel", "--", "carrel here asks", summary]
     subprocess.Popen(words, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)

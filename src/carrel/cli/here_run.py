@@ -11,12 +11,10 @@ import hashlib
 import json
 import os
 import re
-import shlex
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
-from urllib.parse import quote
 
 from carrel.cli.failures import note
 from carrel.cli.here_questions import ApprovalQuestions
@@ -102,9 +100,7 @@ def _attach(
     except ApprovalNeeded as error:
         if error.approval is None:
             raise
-        decisions.request(
-            "POST", f"/v1/approvals/{quote(error.approval, safe='')}/decide", {"approve": True, "message": TYPED}
-        )
+        decisions.request("POST", f"/v1/approvals/{error.approval}/decide", {"approve": True, "message": TYPED})
         return Attached(wire, path, request, questions).run(error.approval)
 
 
@@ -170,7 +166,7 @@ def _using(context: str) -> Iterator[Any]:
 
 def _apply(setup: HereSetup, wire: LocalWire, context: str) -> None:
     """Give the context its policy and its secrets. Rules that a person has added for the context since then stay."""
-    base = f"/v1/contexts/{quote(context, safe='')}"
+    base = f"/v1/contexts/{context}"
     place = os.path.join(client_directory(), "setups", f"{context}.applied")
     try:
         with open(place, "rb") as file:
@@ -190,7 +186,7 @@ def _apply(setup: HereSetup, wire: LocalWire, context: str) -> None:
         _write(place, {"version": put["version"], "settings": setup.settings, "sources": setup.sources})
     for name, value in setup.secrets.items():
         body = {"value_base64": base64.b64encode(value.encode()).decode()}
-        wire.request("PUT", f"{base}/secrets/{quote(name, safe='')}", body)
+        wire.request("PUT", f"{base}/secrets/{name}", body)
     if setup.git_logins:
         import threading
 
@@ -211,7 +207,7 @@ def _put_logins(setup: HereSetup, wire: LocalWire, base: str) -> None:
         with suppress(CarrelError):
             if found is not None:
                 body = {"value_base64": base64.b64encode(found.encode()).decode()}
-                wire.request("PUT", f"{base}/secrets/{quote(login[0], safe='')}", body)
+                wire.request("PUT", f"{base}/secrets/{login[0]}", body)
 
 
 def _write(path: str, value: object) -> None:
@@ -295,6 +291,8 @@ def _read(path: str) -> bytes | None:
 
 def _carrel(server: FolderServer) -> str:
     """Return the words that call `carrel` for this server in another terminal."""
+    import shlex
+
     return f"CARREL_DATA_DIR={shlex.quote(server.directory)} carrel" if server.directory else "carrel"
 
 
@@ -323,7 +321,7 @@ def _summarise(
     since = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(began)) + f".{int(began % 1 * 1000):03}Z"
     facts: dict[str, Any] = {"context": context, "exit_code": code, "seconds": round(time.time() - began, 1)}
     with suppress(CarrelError):
-        query = f"/v1/audit?context_id={quote(context, safe='')}&limit=1000&since={since}"
+        query = f"/v1/audit?context_id={context}&limit=1000&since={since}"
         records = wire.request("GET", f"{query}&kind=network")["items"]
         for key, wanted in (("hosts_reached", True), ("hosts_refused", False)):
             found = {str(each["arguments"].get("host")) for each in records if (each["decision"] == "allow") == wanted}
@@ -331,12 +329,10 @@ def _summarise(
         held = wire.request("GET", f"{query}&kind=file&name=hold_path")["items"]
         facts["held_back"] = {str(each["arguments"]["path"]): each["arguments"]["renamed_to"] for each in held[::-1]}
     with suppress(CarrelError, StopIteration):
-        base = f"/v1/contexts/{quote(context, safe='')}/checkpoints"
+        base = f"/v1/contexts/{context}/checkpoints"
         end = next(each for each in wire.request("GET", base)["items"] if each["kind"] == "end")
         if end["created_at"][:19] >= since[:19] and end["begin"] is not None:
-            changes = wire.request(
-                "GET", f"{base}/{quote(end['begin'], safe='')}/changes?after={quote(end['id'], safe='')}"
-            )
+            changes = wire.request("GET", f"{base}/{end['begin']}/changes?after={end['id']}")
             facts["files"] = {kind: changes[kind] for kind in ("added", "changed", "removed")}
     facts["approved"] = sum(questions.answers.values())
     facts["denied"] = len(questions.answers) - facts["approved"]

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import takewhile
 
 from carrel.errors import InvalidRequest, TooLarge, Unsupported
@@ -136,6 +137,7 @@ def unmaskable(pattern: str) -> str | None:
     return None
 
 
+@lru_cache(maxsize=1024)  # every start on a folder reads the same hundred patterns, several times
 def split(pattern: str) -> tuple[Part, ...]:
     if not _SPECIAL.search(pattern):
         return tuple(name for name in pattern.split("/") if name)

@@ -99,7 +99,7 @@ class ProtectedFolders(Attachment):
             log.exception("the folder of %s is not watched any more", box.record.owner)
             await self._notes.write(box.record, notice="new protected paths in the folder are not noticed any more")
         finally:
-            guard.close()
+            await run_to_end(guard.close)  # the kernel takes milliseconds to end its watches
 
     async def _report(self, record: SessionRecord, guard: FolderGuard, held: Sequence[Held]) -> None:
         """Record what was taken away, and tell the owner of the session."""
