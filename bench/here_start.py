@@ -18,7 +18,7 @@ from unittest.mock import patch
 from bench.measure import Contender, Figures, Progress, Report, Table, median, rounds
 from carrel.cli.here_server import server_for
 
-ROUNDS = 15
+ROUNDS = 9
 PROGRAM = ["echo", "begun"]
 CARREL = os.path.join(os.path.dirname(sys.executable), "carrel")
 
