@@ -59,9 +59,11 @@ async def run(progress: Progress) -> Report:
             words = ["python3", "timing.py", str(REPEATED.get(name, 1)), *job]
             contenders[f"{name}, bare"] = _inside(words, folder, env)
             contenders[name] = _inside([CARREL, "here", "--", *words], folder, env)
-        with patch.dict(os.environ, env), server_for(folder):
-            samples = await rounds(contenders, ROUNDS, warm_up=1, progress=progress)
-        wait_for_end(data)
+        try:
+            with patch.dict(os.environ, env), server_for(folder):
+                samples = await rounds(contenders, ROUNDS, warm_up=1, progress=progress)
+        finally:
+            wait_for_end(data)
     table = Table(f"work in `carrel here`, {ROUNDS} rounds", ("", "median ms", "bare ms", "× bare"))
     figures: Figures = {}
     for name in JOBS:

@@ -36,10 +36,12 @@ async def run(progress: Progress) -> Report:
             "cold": _begin(here, folder, cold, wholes["cold"], before=lambda: wait_for_end(os.path.join(base, "cold"))),
             "warm": _begin(here, folder, warm, wholes["warm"]),
         }
-        with patch.dict(os.environ, warm), server_for(folder):
-            starts = await rounds(contenders, ROUNDS, warm_up=2, progress=progress)
-        for name in ("cold", "warm"):
-            wait_for_end(os.path.join(base, name))
+        try:
+            with patch.dict(os.environ, warm), server_for(folder):
+                starts = await rounds(contenders, ROUNDS, warm_up=2, progress=progress)
+        finally:
+            for name in ("cold", "warm"):
+                wait_for_end(os.path.join(base, name))
     table = Table(f"`carrel here` beside the bare program, {ROUNDS} rounds", ("", "first output ms", "whole ms"))
     for name, taken in starts.items():
         table.add(name, median(taken) * 1e3, median(wholes[name][2:]) * 1e3)
