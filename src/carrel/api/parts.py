@@ -6,10 +6,11 @@ import asyncio
 import difflib
 import json
 from collections.abc import AsyncIterator
+from functools import cache
 from typing import Annotated, Any, TypeVar, cast
 from urllib.parse import parse_qsl
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -56,6 +57,20 @@ Who = Annotated[Caller, Depends(_caller)]
 SandboxId = Annotated[str, Path(alias="id", max_length=128, description="id of a sandbox, or its context id")]
 Context = Annotated[ContextId, Path(alias="context_id", description="a context id")]
 CommandId = Annotated[str, Path(alias="cid", max_length=128, description="id of a command")]
+
+
+@cache
+def _context_ids() -> TypeAdapter[str]:
+    return TypeAdapter(ContextId)
+
+
+def context_of(request: Request) -> str:
+    """Return the context in the path of a route that the framework does not parse."""
+    try:
+        return _context_ids().validate_python(request.path_params["context_id"])
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)
+        raise invalid([{**each, "loc": ("path", "context_id")} for each in found], None) from None
 
 
 def known_query(request: Request) -> None:
@@ -133,7 +148,7 @@ def query_of(connection: HTTPConnection, model: type[M]) -> M:
 def described(body: type[BaseModel] | None, query: type[BaseModel] | None, *names: str) -> dict[str, Any]:
     """Return the OpenAPI description of a route whose parameters and body the framework does not see."""
     text = {"type": "string", "maxLength": 128}
-    about = {"id": "id of a sandbox, or its context id", "cid": "id of a command"}
+    about = {"id": "id of a sandbox, or its context id", "cid": "id of a command", "context_id": "a context id"}
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "description": about.get(name, name), "schema": text}
         for name in names

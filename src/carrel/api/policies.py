@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
-from carrel.api.parts import Context, Plane, Who, as_json
+from carrel.api.parts import Context, Plane, Who, as_json, caller_of, context_of, json_of, plane_of
 from carrel.models import ExplainRequest, Explanation, PolicyDocuments, PolicyInfo
 from carrel.models.operations import DELETE_POLICY, EXPLAIN_POLICY, GET_POLICY, PUT_POLICY
 
@@ -13,14 +14,16 @@ router = GuardedRouter(tags=["policies"])
 
 
 @router.operation(GET_POLICY, "The policy of a context", PolicyInfo)
-async def get_policy(context_id: Context, plane: Plane) -> Response:
+async def get_policy(request: Request) -> Response:
     """The documents, with warnings for their author. A context without a policy has version 0."""
-    return as_json(await plane.policies.get(context_id))
+    return as_json(await plane_of(request).policies.get(context_of(request)))
 
 
-@router.operation(PUT_POLICY, "Change the policy of a context", PolicyInfo, 409, 413)
-async def put_policy(context_id: Context, body: PolicyDocuments, plane: Plane, caller: Who) -> Response:
+@router.operation(PUT_POLICY, "Change the policy of a context", PolicyInfo, 409, 413, parses=PolicyDocuments)
+async def put_policy(request: Request) -> Response:
     """Refused completely when a rule cannot be read. It applies from the next operation on."""
+    context_id, body = context_of(request), await json_of(request, PolicyDocuments)
+    plane, caller = plane_of(request), caller_of(request)
     arguments = body.model_dump(mode="json", exclude_unset=True)
     async with plane.operations.admit(caller, PUT_POLICY, arguments, context_id=context_id):
         return as_json(await plane.policy_changes.put(context_id, body, caller.identity.subject))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from starlette.requests import Request
 from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter
 from carrel.api.parameters import Path
-from carrel.api.parts import Context, Plane, Who, as_json
+from carrel.api.parts import Context, Plane, Who, as_json, caller_of, context_of, json_of, plane_of
 from carrel.models import SecretList, SecretName, SecretValue
 from carrel.models.operations import DELETE_SECRET, LIST_SECRETS, PUT_SECRET
 
@@ -23,10 +24,12 @@ async def list_secrets(context_id: Context, plane: Plane) -> Response:
     return as_json(await plane.secrets.list(context_id))
 
 
-@router.operation(PUT_SECRET, "Store a secret", SecretName, 413, 422, 429, 502)
-async def put_secret(context_id: Context, name: Name, body: SecretValue, plane: Plane, caller: Who) -> Response:
+@router.operation(PUT_SECRET, "Store a secret", SecretName, 413, 422, 429, 502, parses=SecretValue)
+async def put_secret(request: Request) -> Response:
     """It is the file `/run/secrets/NAME` in the sandbox of the context; a running one gets it at once."""
-    async with plane.operations.admit(caller, PUT_SECRET, {"name": name}, context_id=context_id):
+    context_id, name, body = context_of(request), request.path_params["name"], await json_of(request, SecretValue)
+    plane = plane_of(request)
+    async with plane.operations.admit(caller_of(request), PUT_SECRET, {"name": name}, context_id=context_id):
         return as_json(await plane.secrets.put(context_id, name, body.bytes()))
 
 
