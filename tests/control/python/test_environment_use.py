@@ -170,10 +170,10 @@ async def test_what_was_decided_is_what_is_attached(settings: Settings) -> None:
             other = await plane.envs.build(ADMIN, EnvironmentBuild(requirements=["plank"]))
             decide = plane.policies.decide
 
-            async def move_label(asked: Call, workspace: str | None = None) -> Verdict:
+            async def move_label(asked: Call, *paths: str | None) -> Verdict:
                 if asked.name == "attach_env" and asked.arguments["env"] == "tools":
                     await plane.environments.label(plane.environments.find(ADMIN, other.name), "tools")
-                return await decide(asked, workspace)
+                return await decide(asked, *paths)
 
             plane.policies.decide = move_label  # type: ignore[method-assign]
             assert (await plane.envs.attach(ADMIN, "c", EnvironmentAttach(env="tools"))).name == decided.name
