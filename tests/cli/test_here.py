@@ -176,11 +176,16 @@ def test_killed_command_ends_its_program_and_its_server(env: dict[str, str], fol
 def test_summary_and_log_tell_what_was_refused(env: dict[str, str], folder: Path) -> None:
     strict = {**env, "XDG_CONFIG_HOME": str(folder.parent)}
     (folder / "old").touch()
-    (folder / "job.sh").write_text("mkdir .vscode\ncurl -s http://refused.example/\n")
+    # A repository inside: if the agent adds it as a submodule, `git status` of the folder would run its monitor.
+    plant = "mkdir -p sub/.git; echo '[core] fsmonitor=evil' > sub/.git/config"
+    (folder / "job.sh").write_text(f"mkdir .vscode\n{plant}\ncurl -s http://refused.example/\n")
     done = here(strict, folder, "--json", "--", "sh", "-c", "rm old; sh job.sh; exit 4")
     told = json.loads(done.stderr.splitlines()[-1])
     assert (told["exit_code"], told["hosts_refused"]) == (4, ["refused.example"])
-    assert told["held_back"] == {".vscode": ".vscode.held-by-carrel"}
+    assert told["held_back"] == {
+        ".vscode": ".vscode.held-by-carrel",
+        "sub/.git/config": "sub/.git/config.held-by-carrel",
+    }
     assert (told["approved"], told["denied"]) == (0, 0)
     carrel = COMMAND[:-1]
     run = json.loads(here(strict, folder, "log", "--json", command=carrel).stdout)[0]
