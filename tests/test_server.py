@@ -214,7 +214,8 @@ def test_doctor_needs_no_web_server_and_no_database() -> None:
 
 
 FIRST_COMMAND = """
-import asyncio, json, sys, urllib.request
+import asyncio, json, sys, urllib.error, urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from carrel.config import load
 from carrel.server import running
 
@@ -222,6 +223,12 @@ def post(url, token, body):
     headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
         return json.load(answer)
+
+def get(url, token):
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, headers={"authorization": f"Bearer {token}"})).close()
+    except urllib.error.HTTPError as error:
+        assert error.code in (404, 422), f"{url}: {error.code}"
 
 async def main():
     async with running(load({"data_dir": sys.argv[1], "port": 0}, environ={})) as server:
@@ -231,6 +238,11 @@ async def main():
         done = await asyncio.to_thread(post, f"{sandboxes}/{box['id']}/commands", server.token, {"command": "true"})
         assert done["exit_code"] == 0
         print(*sys.modules)
+        # Routes of the framework, requested at once: each of them imports it.
+        pages = ("templates", "approvals", "tokens", "snapshots?limit=1", "secrets", "audit?limit=1") * 2
+        loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(len(pages))  # the server needs the usual ones
+        urls = (f"{server.url}/v1/{page}" for page in pages)
+        await asyncio.gather(*(loop.run_in_executor(threads, get, url, server.token) for url in urls))
 
 asyncio.run(main())
 """

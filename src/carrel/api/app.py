@@ -38,7 +38,7 @@ from carrel.api import (
     tools,
 )
 from carrel.api.gate import Gate
-from carrel.api.guard import OperationRoute
+from carrel.api.guard import OperationRoute, import_framework
 from carrel.api.page import page
 from carrel.control.plane import ControlPlane
 
@@ -99,6 +99,7 @@ def routes(plane: ControlPlane, version: str) -> Starlette:
 
 def describe(version: str) -> dict[str, Any]:
     """Return the OpenAPI document. Run it in a thread: it imports FastAPI and builds every route."""
+    import_framework()
     from fastapi.openapi.utils import get_openapi
 
     declared = [route for module in _RESOURCES for route in module.router.routes if isinstance(route, OperationRoute)]

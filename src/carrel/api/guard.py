@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import re
-import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
@@ -65,6 +65,19 @@ async def permit(caller: Caller, operation: Operation, scope: Scope) -> None:
             raise identity.refusal(operation.id, "reach", f"'{name[:128]}' is out of the token's reach")
     elif operation.context_from != "handler":
         require(caller, operation, None)
+
+
+_importing, _imported = threading.Lock(), threading.Event()
+
+
+def import_framework() -> None:
+    """Import FastAPI, which takes long, so call it in a thread. Until it returns nothing of FastAPI may be imported
+    elsewhere: two threads that import parts of one package can wait for each other for ever.
+    """
+    with _importing:
+        for name in ("fastapi.routing", "fastapi.exceptions", "fastapi.middleware.asyncexitstack"):
+            import_module(name)
+        _imported.set()
 
 
 class OperationRoute(Route):
@@ -147,8 +160,8 @@ class OperationRoute(Route):
 
     async def _framed(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request with FastAPI."""
-        if "fastapi.routing" not in sys.modules:
-            await asyncio.to_thread(import_module, "fastapi.routing")
+        if not _imported.is_set():
+            await asyncio.to_thread(import_framework)
         from fastapi.exceptions import RequestValidationError
         from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 

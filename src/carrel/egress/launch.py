@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from types import FrameType
 from typing import NoReturn
 
 import certifi
@@ -80,6 +79,7 @@ def confine(writable: Sequence[str], more: Iterable[str] = ()) -> bool:
 
 
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_AWAITED_SIGNALS = (*_ENDING_SIGNALS, signal.SIGCHLD)
 _OFTEN = 20
 _LATELY_S = 10.0
 _PAUSE_S = 1.0
@@ -93,7 +93,6 @@ class Keeper:
 
     def __init__(self, work: Work):
         self._work = work
-        self._child = 0
         self._ending = False
         self._deaths: deque[float] = deque(maxlen=_OFTEN)
 
@@ -101,15 +100,13 @@ class Keeper:
         """Run the child until it ends by itself, and return the exit status. A child that dies before it has begun is
         not started again: the next one would fail too.
         """
-        for number in _ENDING_SIGNALS:
-            signal.signal(number, self._pass_on)
+        # Taken by `sigwait`: a handler would not run for a signal that comes just before the wait for the child.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED_SIGNALS)
         gc.collect()
         gc.freeze()  # keeps the memory that parent and child share
         while True:
             status, begun = self._once()
             if status == 0 or self._ending or not begun:
-                for number in _ENDING_SIGNALS:
-                    signal.signal(number, signal.SIG_IGN)  # this process ends now anyway
                 return 0 if self._ending else status
             log.warning("the process died with status %d and is forked again", status)
             if len(self._deaths) == _OFTEN and self._deaths[0] > time.monotonic() - _LATELY_S:
@@ -118,26 +115,31 @@ class Keeper:
 
     def _once(self) -> tuple[int, bool]:
         begun, report = os.pipe2(os.O_CLOEXEC)
-        # A signal between the fork and the assignment would not be passed on to the child.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
-        self._child = os.fork()
-        if self._child == 0:
+        child = os.fork()
+        if child == 0:
             self._in_child(report)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
         os.close(report)
-        _, status = os.waitpid(self._child, 0)
-        self._child = 0
         try:
-            return os.waitstatus_to_exitcode(status), os.read(begun, 1) == b"1"
+            return os.waitstatus_to_exitcode(self._wait(child)), os.read(begun, 1) == b"1"
         finally:
             os.close(begun)
+
+    def _wait(self, child: int) -> int:
+        """Wait for the end of the child, and pass on the signals that come meanwhile. Return its status."""
+        while True:
+            number = signal.sigwait(_AWAITED_SIGNALS)
+            if number != signal.SIGCHLD:
+                self._ending = True
+                os.kill(child, number)
+            elif (found := os.waitpid(child, os.WNOHANG))[0] == child:
+                return found[1]
 
     def _in_child(self, report: int) -> NoReturn:
         status = 1
         try:
             for number in _ENDING_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED_SIGNALS)
             self._work(lambda: os.write(report, b"1"))
             status = 0
         except SystemExit as error:
@@ -147,13 +149,6 @@ class Keeper:
         finally:
             logging.shutdown()
             os._exit(status)
-
-    def _pass_on(self, number: int, _frame: FrameType | None) -> None:
-        self._ending = True
-        if self._child == 0:
-            raise SystemExit(0)
-        with suppress(ProcessLookupError):  # it has just ended
-            os.kill(self._child, number)
 
 
 def main(arguments: list[str] | None = None) -> None:
