@@ -40,13 +40,18 @@ def first_names(paths: Iterable[str]) -> list[str]:
     return sorted(names - {"", *UNAVAILABLE})
 
 
+def mount_point(path: str) -> str:
+    """Return where a path of the host is mounted: `/var/tmp` is a link to `/tmp` in every sandbox."""
+    return path.removeprefix("/var") if path.startswith("/var/tmp/") else path
+
+
 def cover(root: str, targets: Sequence[str]) -> list[str]:
     """Mount a memory file system over each directory below which a target is missing; return their paths.
 
     It gets the directories and links that were there, which are all empty. `/tmp` is one already.
     """
     covered = []
-    for name in first_names(target for target in targets if target.count("/") > 1):
+    for name in first_names(target for target in map(mount_point, targets) if target.count("/") > 1):
         place = f"{root}/{name}"
         if name in {"tmp", rootfs.WORKSPACE[1:]} or not os.path.isdir(place):
             continue  # a missing one is reported when the target is made
@@ -64,7 +69,7 @@ def attach(root: str, own_path: str, mounts: Sequence[tuple[str, int]], covered:
     """Mount each descriptor at its target, and make the mount point of the workspace's own path. Then nothing more can
     be made in what `cover` mounted.
     """
-    places: list[tuple[str, int]] = [*mounts, (own_path, -1)]
+    places = [(mount_point(target), tree) for target, tree in (*mounts, (own_path, -1))]
     for target, tree in sorted(places, key=lambda place: place[0].count("/")):  # outer ones first
         if target in {"", rootfs.WORKSPACE}:
             continue
@@ -87,7 +92,7 @@ def show_workspace(own_path: str) -> None:
         return
     tree = linux.open_tree(rootfs.WORKSPACE, recursive=True)
     try:
-        linux.move_mount(tree, own_path)
+        linux.move_mount(tree, mount_point(own_path))
     finally:
         os.close(tree)
 
