@@ -41,6 +41,7 @@ class ProtectedFolders(Attachment):
         self._audit = audit
         self._notes = notes
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._ending: dict[str, asyncio.Task[None]] = {}
 
     async def open(self, boxes: Iterable[LiveSandbox]) -> None:
         """Guard the folders of sandboxes that run already."""
@@ -63,11 +64,16 @@ class ProtectedFolders(Attachment):
 
     def detach(self, box: LiveSandbox) -> None:
         """Stop watching. `save` looks for the last time."""
-        if (task := self._tasks.pop(box.record.id, None)) is not None:
+        name = box.record.id
+        if (task := self._tasks.pop(name, None)) is not None:
             task.cancel()
+            self._ending[name] = task
+            task.add_done_callback(lambda _: self._ending.pop(name, None))
 
     async def save(self, record: SessionRecord, workspace: str) -> None:
         """Take away what appeared until the end."""
+        if (ending := self._ending.get(record.id)) is not None:
+            await asyncio.wait([ending])
         guard = await asyncio.to_thread(self._stored, record)
         if guard is None:
             return
@@ -92,14 +98,21 @@ class ProtectedFolders(Attachment):
         try:
             while True:
                 await readable(guard.fd)
-                held = await run_to_end(guard.look)
-                await self._report(box.record, guard, held)
+                looking = asyncio.ensure_future(self._look(box.record, guard))
+                try:
+                    await asyncio.shield(looking)
+                except asyncio.CancelledError:
+                    await asyncio.wait([looking])  # whatever was renamed is recorded, also at the end
+                    raise
                 await asyncio.sleep(PAUSE_S)
         except Exception:
             log.exception("the folder of %s is not watched any more", box.record.owner)
             await self._notes.write(box.record, notice="new protected paths in the folder are not noticed any more")
         finally:
             await run_to_end(guard.close)  # the kernel takes milliseconds to end its watches
+
+    async def _look(self, record: SessionRecord, guard: FolderGuard) -> None:
+        await self._report(record, guard, await asyncio.to_thread(guard.look))
 
     async def _report(self, record: SessionRecord, guard: FolderGuard, held: Sequence[Held]) -> None:
         """Record what was taken away, and tell the owner of the session."""
