@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 from bench.here_start import CARREL, environment, wait_for_end
 from bench.measure import Contender, Figures, Progress, Report, Table, median, paired_ratio, rounds
-from carrel.cli.here_server import server_for
+from carrel.cli.here.server import server_for
 
 ROUNDS = 9
 FILES = 12

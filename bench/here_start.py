@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from unittest.mock import patch
 
 from bench.measure import Contender, Figures, Progress, Report, Table, median, rounds
-from carrel.cli.here_server import server_for
+from carrel.cli.here.server import server_for
 
 ROUNDS = 9
 PROGRAM = ["echo", "begun"]

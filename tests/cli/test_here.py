@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tests.support.here_ground import COMMAND, WAIT_S, Screen, ended, here
 
-from carrel.cli.here_server import server_for
+from carrel.cli.here.server import server_for
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from carrel.cli.here import here
-from carrel.cli.here_run import context_id
-from carrel.cli.here_tools import HOME, FoundTool, find_tool
-from carrel.cli.here_words import FLAGS, LISTS, TEXTS, HereOptions, parse
+from carrel.cli.here.command import here
+from carrel.cli.here.run import context_id
+from carrel.cli.here.tools import HOME, FoundTool, find_tool
+from carrel.cli.here.words import FLAGS, LISTS, TEXTS, HereOptions, parse
 
 
 def program(path: Path, text: str = "\x7fELF") -> Path:

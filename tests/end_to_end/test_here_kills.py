@@ -12,8 +12,8 @@ from random import Random
 import pytest
 from tests.support.here_ground import COMMAND, WAIT_S, ended, until
 
-from carrel.cli.here_server import client_for, server_for
-from carrel.cli.runs import find_runs
+from carrel.cli.here.runs import find_runs
+from carrel.cli.here.server import client_for, server_for
 from carrel.errors import NotFound
 
 KILLS = 3

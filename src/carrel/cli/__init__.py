@@ -54,12 +54,12 @@ def _quickly(given: list[str]) -> int | None:
     """Run a command that must start quickly, without the library that reads options; None for any other command."""
     if given[:1] != ["here"]:
         return None
-    from carrel.cli.here_words import parse
+    from carrel.cli.here.words import parse
 
     options = parse(given[1:])
     if options is None:
         return None
-    from carrel.cli.here_run import run
+    from carrel.cli.here.run import run
 
     return run(options)
 

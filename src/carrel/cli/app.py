@@ -13,7 +13,7 @@ _COMMANDS = {
     "version": ("Server", "server.version"),
     "agent": ("Server", "agent.agent"),
     "mcp": ("Server", "mcp.mcp"),
-    "here": ("Commands", "here.here"),
+    "here": ("Commands", "here.command.here"),
     "run": ("Commands", "commands.run"),
     "exec": ("Commands", "commands.execute"),
     "python": ("Commands", "python.python"),
@@ -38,8 +38,8 @@ _COMMANDS = {
     "fork": ("Snapshots", "snapshots.fork"),
     "diff": ("Snapshots", "snapshots.diff"),
     "download": ("Snapshots", "snapshots.download"),
-    "undo": ("Folders", "runs.undo"),
-    "log": ("Folders", "runs.log"),
+    "undo": ("Folders", "here.runs.undo"),
+    "log": ("Folders", "here.runs.log"),
     "approvals": ("Policy", "approvals.app"),
     "approve": ("Policy", "approvals.approve"),
     "deny": ("Policy", "approvals.deny"),
@@ -75,7 +75,7 @@ def build(only: str | None = None) -> typer.Typer:
     for name, (panel, place) in _COMMANDS.items():
         if only not in {None, name}:
             continue
-        module, _, attribute = place.partition(".")
+        module, _, attribute = place.rpartition(".")
         found = getattr(import_module(f"carrel.cli.{module}"), attribute)
         if isinstance(found, typer.Typer):
             app.add_typer(found, name=name, rich_help_panel=panel)

@@ -121,7 +121,7 @@ def diff(
     carrel diff conversation-42 snap-0123456789abcdef snap-fedcba9876543210
     """
     if before is None or context is None:
-        from carrel.cli.runs import show_diff
+        from carrel.cli.here.runs import show_diff
 
         show_diff(context, path, patch=patch, now=now, json=json)
         return

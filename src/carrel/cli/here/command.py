@@ -1,4 +1,4 @@
-"""`here`: a coding agent, or any program, on the current folder. This module declares the options; see `here_run`."""
+"""`here`: a coding agent, or any program, on the current folder. This module declares the options; see `run`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from carrel.cli.here_words import HereOptions
+from carrel.cli.here.words import HereOptions
 
 
 def here(
@@ -53,7 +53,7 @@ def here(
     carrel here
     git diff | carrel here -- codex exec 'review this'
     """
-    from carrel.cli.here_run import run
+    from carrel.cli.here.run import run
 
     raise typer.Exit(
         run(

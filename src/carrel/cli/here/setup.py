@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import carrel
-from carrel.cli.here_server import client_directory
-from carrel.cli.here_words import HereOptions
+from carrel.cli.here.server import client_directory
+from carrel.cli.here.words import HereOptions
 
 _FORMAT = 1
 _MOST_FILES = 1000

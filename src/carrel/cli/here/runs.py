@@ -16,8 +16,8 @@ import typer
 
 from carrel.cli import options
 from carrel.cli.failures import note
-from carrel.cli.here_server import client_for
-from carrel.cli.here_words import TYPED
+from carrel.cli.here.server import client_for
+from carrel.cli.here.words import TYPED
 from carrel.cli.printing import age, plain, print_json, print_table, size
 from carrel.cli.progress import waiting
 from carrel.errors import ApprovalNeeded, Denied, NotFound

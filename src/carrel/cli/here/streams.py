@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from carrel.cli.here_wire import BINARY, TEXT, LocalWire, WebSocket
+from carrel.cli.here.wire import BINARY, TEXT, LocalWire, WebSocket
 from carrel.errors import NotFound, NotRunning, SandboxLost, from_problem
 
 PASSED_ON = (

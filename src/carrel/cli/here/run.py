@@ -1,6 +1,6 @@
 """Runs a program on the current folder: finds the server, starts the sandbox, passes the streams on, sums up.
 
-Imports little, because `carrel here` must start quickly; see `here_wire`.
+Imports little, because `carrel here` must start quickly; see `wire`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from carrel.cli.failures import note
-from carrel.cli.here_questions import ApprovalQuestions
-from carrel.cli.here_server import FolderServer, client_directory, found_or_started, server_for
-from carrel.cli.here_setup import HereSetup, setup_for
-from carrel.cli.here_streams import Attached, exit_code, has_terminal, terminal_size
-from carrel.cli.here_tools import HOME, find_tool
-from carrel.cli.here_wire import LocalWire
-from carrel.cli.here_words import TYPED, HereOptions
+from carrel.cli.here.questions import ApprovalQuestions
+from carrel.cli.here.server import FolderServer, client_directory, found_or_started, server_for
+from carrel.cli.here.setup import HereSetup, setup_for
+from carrel.cli.here.streams import Attached, exit_code, has_terminal, terminal_size
+from carrel.cli.here.tools import HOME, find_tool
+from carrel.cli.here.wire import LocalWire
+from carrel.cli.here.words import TYPED, HereOptions
 from carrel.errors import ApprovalNeeded, CarrelError, InvalidRequest, NotFound, NotRunning, ServerUnreachable
 
 BROKEN_PIPE = 141

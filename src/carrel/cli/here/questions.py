@@ -1,6 +1,6 @@
 """Questions of a sandbox to the person at the terminal: approvals that wait, asked with one key each.
 
-Knows nothing of screens: `here_streams` shows the text and brings the keys. An approval that nobody answers expires on
+Knows nothing of screens: `streams` shows the text and brings the keys. An approval that nobody answers expires on
 the server, which means no.
 """
 
@@ -12,7 +12,7 @@ import socket
 from typing import Any
 
 from carrel.cli.failures import note
-from carrel.cli.here_wire import LocalWire
+from carrel.cli.here.wire import LocalWire
 from carrel.errors import CarrelError
 
 _KEYS: dict[bytes, dict[str, Any]] = {
