@@ -55,6 +55,13 @@ def agent(slot: int, *, idmap: bool) -> int:
     return owner(slot) + SANDBOX_UID if idmap else SANDBOX_UID
 
 
+def image_map(slot: int, wanted: int) -> str:
+    """Return the id map for the files of an image whose user is `wanted`: that user's files are the agent's in a
+    sandbox of root, the files of others are nobody's.
+    """
+    return f"{wanted} {owner(slot) + SANDBOX_UID} 1\n"
+
+
 def maps(slot: int, *, root: bool, idmap: bool) -> str:
     """Return the id map of a sandbox, with `inside outside count` in each line."""
     first, after = owner(slot), SANDBOX_UID + 1

@@ -10,14 +10,17 @@ from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError
-from carrel.isolation import cgroups, masks
+from carrel.isolation import cgroups, image_user, masks
+from carrel.isolation.image_user import ImageUser
 from carrel.models import Network
+from carrel.primitives.cache import Cache
 from carrel.primitives.channel import close_all
 from carrel.providers import foreign_processes
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
 from carrel.providers.zygotes import ZygoteClient
 
 LONGEST_SOCKET_PATH = 107
+USERS_REMEMBERED = 1024
 
 
 class ZygoteProvider(Provider):
@@ -32,11 +35,14 @@ class ZygoteProvider(Provider):
         shared: Mapping[str, str] = MappingProxyType({}),
         zygote: ZygoteClient | None = None,
         folder_roots: Sequence[str] = (),
+        images: str = "",
     ):
         """`zygote` is an optional client, with the same paths, whose zygote is being started already."""
         self._run_dir = run_dir
+        self._images = images
+        self._users: Cache[tuple[str, str], ImageUser] = Cache(USERS_REMEMBERED)
         self._zygote = zygote or ZygoteClient(
-            run_dir, workspaces, plain=self.plain, shared=shared, folder_roots=folder_roots
+            run_dir, workspaces, plain=self.plain, shared=shared, folder_roots=folder_roots, images=images
         )
 
     async def warm(self) -> None:
@@ -54,6 +60,7 @@ class ZygoteProvider(Provider):
                 hint="use a data directory with a shorter path",
             )
         self.require(NETWORK_CAPABILITY[launch.network])
+        image = await self._image_fields(launch)
         mounts = await self._open_folders(launch)
         try:
             packed = self._pack(launch)
@@ -76,6 +83,7 @@ class ZygoteProvider(Provider):
                 processes=launch.processes,
                 env=dict(launch.env),
                 **self._optional_fields(launch, masked=bool(packed)),
+                **image,
             )
             network_fields = await self._connect_network(launch, answer)
         except BaseException as error:
@@ -116,6 +124,31 @@ class ZygoteProvider(Provider):
     async def _connect_network(self, launch: Launch, answer: dict[str, Any]) -> Handle:
         """Connect a new sandbox to its network, and return fields for its handle. Removes the sandbox on failure."""
         return {}
+
+    async def _image_fields(self, launch: Launch) -> dict[str, Any]:
+        """Return the field of the request for a sandbox from an image."""
+        if (image := launch.image) is None:
+            return {}
+        self.require(Capability.IMAGES)
+        place = os.path.relpath(image.directory, self._images)
+        if place.startswith(".."):
+            raise PlatformError(f"the image {image.directory} is not below {self._images}")
+        key = image.directory, image.user  # the root of an image never changes
+        user = self._users.get(key)
+        if user is None:
+            user = await asyncio.to_thread(image_user.find, *key)
+            self._users.put(key, user)
+        return {
+            "image": {
+                "root": place,
+                "identity": image.identity,
+                "uid": user.uid,
+                "gid": user.gid,
+                "user": user.name,
+                "environment": dict(image.environment),
+                "working_directory": image.working_directory,
+            }
+        }
 
     async def _open_folders(self, launch: Launch) -> list[int]:
         """Return the mounts of the folder, the home and what is read-only, in this order."""
