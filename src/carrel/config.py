@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 
 from carrel.errors import InvalidRequest, UnknownSetting
 from carrel.models import Network, TemplateName
-from carrel.models.sandboxes import Cpus, DiskMb, MemoryMb, Processes, TimeoutS
+from carrel.models.sandboxes import Cpus, DiskMb, LifetimeS, MemoryMb, Processes, TimeoutS
 
 PREFIX = "CARREL_"
 CONFIG_ENV = "CARREL_CONFIG"
@@ -64,6 +64,11 @@ class SandboxSettings(_Group):
     processes: Processes = Field(default=512, description="processes and threads of a sandbox")
     idle_stop_s: float = Field(
         default=3600.0, gt=0, description="seconds without an operation or a running command until a sandbox is stopped"
+    )
+    lifetime_s: LifetimeS | None = Field(
+        default=None,
+        description="longest time from the start of a sandbox until it ends, whatever runs in it; its files are saved "
+        "as after any stop. By default a sandbox may run for ever",
     )
     workspace_ttl_days: Annotated[float, Field(ge=0, le=MAX_DAYS)] | None = Field(
         default=None,

@@ -52,6 +52,10 @@ Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory limit o
 Cpus = Annotated[float | None, typer.Option(help="CPU cores, such as 0.5 or 2.")]
 Processes = Annotated[int | None, typer.Option(help="Maximum number of processes and threads.")]
 Disk = Annotated[str | None, typer.Option(metavar="SIZE", help="Size limit of the workspace, such as 512m or 2g.")]
+Lifetime = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", help="End the sandbox this long after its start, whatever runs in it."),
+]
 Network = Annotated[
     str | None,
     typer.Option(help="Network access: none, allowlist, internet, bridge or host.", autocompletion=networks),
@@ -162,12 +166,14 @@ def _sandbox_options(
     cpus: Cpus = None,
     processes: Processes = None,
     disk: Disk = None,
+    lifetime: Lifetime = None,
 ) -> SandboxOptions:
     limits: dict[str, float | None] = {
         "memory_mb": megabytes(memory, "--memory"),
         "cpus": cpus,
         "processes": processes,
         "disk_mb": megabytes(disk, "--disk"),
+        "lifetime_s": lifetime,
     }
     given = {name: value for name, value in limits.items() if value is not None}
     return SandboxOptions(template, provider, trust, network, given)

@@ -51,6 +51,7 @@ MemoryMb = Annotated[int, Field(ge=32, le=1_048_576)]
 DiskMb = Annotated[int, Field(ge=1, le=1_048_576)]
 Processes = Annotated[int, Field(ge=8, le=32_768)]
 TimeoutS = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
+LifetimeS = Annotated[float, Field(gt=0, le=366 * 86_400)]
 
 
 class Limits(Request):
@@ -61,6 +62,9 @@ class Limits(Request):
     disk_mb: DiskMb | None = Field(default=None, description="size of the workspace, in MiB")
     processes: Processes | None = Field(default=None, description="processes and threads")
     timeout_s: TimeoutS | None = Field(default=None, description="default deadline of a command, in seconds")
+    lifetime_s: LifetimeS | None = Field(
+        default=None, description="seconds after its start when the sandbox ends, whatever runs in it"
+    )
 
 
 AbsolutePath = Annotated[NoNul, StringConstraints(pattern=r"^/", max_length=MAX_PATH)]
@@ -141,6 +145,9 @@ class SandboxInfo(Answer):
     )
     expires_at: datetime | None = Field(
         default=None, description="when the unused workspace will be deleted; null if that is not soon"
+    )
+    ends_at: datetime | None = Field(
+        default=None, description="when the lifetime of the running sandbox is over; null: it has no lifetime"
     )
     files_kept: bool | None = Field(
         default=None, description="only in a list of terminated sessions: whether the files are still on this server"

@@ -65,6 +65,8 @@ class SessionRecord:
     """The folder of the host that is the workspace; None for one of carrel's own."""
     host_paths: tuple[HostPath, ...] = ()
     """What else of the host its sandbox sees, read-only."""
+    ends_at: float | None = None
+    """When the running sandbox ends, whatever runs in it; None if it has no lifetime."""
 
     @property
     def owner(self) -> str:
@@ -97,6 +99,7 @@ class SessionRecord:
             template=self.template,
             agent=self.agent,
             expires_at=None if self.expires_at is None else datetime.fromtimestamp(self.expires_at, UTC),
+            ends_at=None if self.ends_at is None else datetime.fromtimestamp(self.ends_at, UTC),
         )
 
     def _notice(self) -> str | None:

@@ -97,6 +97,7 @@ sessions = Table(
     Column("forgotten", Boolean, nullable=False, server_default=text("false")),
     Column("workspace_path", Prose, nullable=True, comment="a folder of the host"),
     Column("host_paths", JSON(none_as_null=True), nullable=True),
+    Column("ends_at", Double, nullable=True, comment="when the lifetime of the running sandbox is over"),
 )
 
 _live = sessions.c.state != "terminated"

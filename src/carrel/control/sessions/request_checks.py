@@ -44,6 +44,8 @@ def new_record(
     given = request.model_fields_set
     trust = request.trust if existing is None or "trust" in given else existing.trust
     explicit = {} if existing is None else existing.limits.model_dump(exclude_none=True)
+    if (longest := settings.sandbox.lifetime_s) is not None and "lifetime_s" in explicit:
+        explicit["lifetime_s"] = min(explicit["lifetime_s"], longest)  # the operator may have lowered it meanwhile
     explicit |= request.limits.model_dump(exclude_none=True)
     resolved = resolve(
         settings,
@@ -144,7 +146,7 @@ def launch(
 def changes(record: SessionRecord) -> dict[str, object]:
     """Return the fields that a new start writes over the record of an old one."""
     names = ("state", "provider", "isolation_level", "unsafe", "trust", "network", "limits", "env", "labels")
-    more = ("last_activity_at", "idempotency_key", "node", "filespace", "notice", "agent", "host_paths")
+    more = ("last_activity_at", "idempotency_key", "node", "filespace", "notice", "agent", "host_paths", "ends_at")
     return {name: getattr(record, name) for name in (*names, *more)}
 
 
