@@ -39,6 +39,7 @@ class Capability(StrEnum):
     TERMINAL = "terminal"
     SURVIVES_RESTART = "survives_restart"
     FOLDERS = "folders"
+    IMAGES = "images"
 
 
 NETWORK_CAPABILITY = {
@@ -68,12 +69,28 @@ class FolderMounts:
     read_only: tuple[HostMount, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class RootImage:
+    """An image that a sandbox runs from: a directory of the host with the image's files, which no sandbox changes.
+
+    `environment` holds beneath carrel's own variables and those of `Launch.env`. `working_directory` is where a command
+    starts that names no directory; empty means the workspace. `user` is `USER` of the image, as it is written there: a
+    name or number, with or without a group. Files are as they are in the image; whoever it names has no power outside.
+    """
+
+    directory: str
+    identity: Identity
+    environment: Mapping[str, str] = field(default_factory=dict)
+    working_directory: str = ""
+    user: str = ""
+
+
 @dataclass(frozen=True)
 class Launch:
     """Everything that a provider needs to start one sandbox. Limits and masks that are None are not enforced.
 
     With `trust`, the tools inside trust the certificates in `/run/secrets/carrel-ca.pem` and no others. `folder`
-    replaces the workspace by a folder of the host.
+    replaces the workspace by a folder of the host. `image` replaces the host's programs by those of an image.
     """
 
     id: str
@@ -87,6 +104,7 @@ class Launch:
     masks: Masks | None = None
     trust: bool = False
     folder: FolderMounts | None = None
+    image: RootImage | None = None
 
 
 class Provider(ABC):
