@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 
 from carrel.errors import InvalidRequest, UnknownSetting
 from carrel.models import Network, TemplateName
@@ -280,6 +280,13 @@ class Settings(_Group):
         description="storage of workspaces: `btrfs` has kernel quotas and instant snapshots and needs root; "
         "`auto` uses it if possible",
     )
+    volumes_mb: DiskMb = Field(
+        default=8192,
+        description="first size of the `btrfs` volume, a sparse file; it doubles whenever it is more than 80 % full",
+    )
+    volumes_max_mb: Annotated[int, Field(ge=128, le=1 << 30)] = Field(
+        default=1_048_576, description="largest size of the `btrfs` volume; an existing one is never made smaller"
+    )
     templates_dir: str | None = Field(
         default=None,
         min_length=1,
@@ -321,6 +328,13 @@ class Settings(_Group):
     router: RouterSettings = Field(default_factory=RouterSettings)
     mcp: McpSettings = Field(default_factory=McpSettings)
     checkpoints: CheckpointSettings = Field(default_factory=CheckpointSettings)
+
+    @field_validator("volumes_max_mb")
+    @classmethod
+    def _not_below_the_first_size(cls, value: int, info: ValidationInfo) -> int:
+        if value < info.data.get("volumes_mb", 0):
+            raise ValueError(f"it is below the first size, volumes_mb = {info.data['volumes_mb']}")
+        return value
 
     @field_validator("data_dir")
     @classmethod

@@ -45,7 +45,8 @@ class HostParts:
         await asyncio.to_thread(layout.prepare)
         storage = EnvironmentStorage(os.path.join(layout.data_dir, "envs"))
         await asyncio.to_thread(storage.prepare)
-        driver = await asyncio.to_thread(open_driver, layout.storage, settings.volumes)
+        sizes = {"pool_bytes": settings.volumes_mb << 20, "pool_max_bytes": settings.volumes_max_mb << 20}
+        driver = await asyncio.to_thread(lambda: open_driver(layout.storage, settings.volumes, **sizes))
         try:
             if providers is None:
                 shared = {ENVIRONMENTS: storage.path, **await asyncio.to_thread(shared_tools)}
