@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, V
 
 from carrel.errors import InvalidRequest, UnknownSetting
 from carrel.models import Network, TemplateName
+from carrel.models.images import ImageName
 from carrel.models.sandboxes import Cpus, DiskMb, LifetimeS, MemoryMb, Processes, TimeoutS
 
 PREFIX = "CARREL_"
@@ -83,6 +84,11 @@ class SandboxSettings(_Group):
         default=False, description="sync workspaces with the filespace of their context, unless requested otherwise"
     )
     template: TemplateName | None = Field(default=None, description="the template of sandboxes that request none")
+    image: ImageName | None = Field(
+        default=None,
+        description="the OCI image of sandboxes that request none, such as `debian:12`; by default they have the "
+        "host's own root",
+    )
     allow_process: bool = Field(
         default=False, description="let callers choose the `process` provider, which does not isolate"
     )
@@ -230,9 +236,13 @@ class ImageSettings(_Group):
     registry: str = Field(
         default="docker.io", min_length=1, max_length=255, description="the registry of images that name none"
     )
+    directory: str | None = Field(
+        default=None, min_length=1, description="where images are stored; by default `images` in `data_dir`"
+    )
     registries: str = Field(
         default="",
-        description="the registries that images may come from, for example `docker.io,ghcr.io`; by default all",
+        description="the registries that images may come from, for example `docker.io,ghcr.io`; by default all for "
+        "administrators, and `images.registry` for others",
     )
     plain_http: str = Field(
         default="", description="registries that are reached without TLS, for example `localhost:5000`"

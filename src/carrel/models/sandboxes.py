@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from carrel.models.base import MAX_PATH, MAX_TIMEOUT_S, Answer, ContextId, EnvName, NoNul, Request, TemplateName
+from carrel.models.images import ImageName
 
 
 class Trust(StrEnum):
@@ -103,6 +104,17 @@ class SandboxRequest(Request):
         description="an existing folder of the server's host that is the workspace, in place, at /workspace and at its "
         "own path; only below `sandbox.folder_roots`; an existing context keeps its folder",
     )
+    image: ImageName | None = Field(
+        default=None,
+        description="an OCI image that is the root file system, such as `python:3.13-slim`; it is pulled if it is "
+        "missing. `host`: the host's own root. null: that of the template or of the server's settings. An existing "
+        "session keeps its image",
+    )
+    start_in: Literal["workspace", "image"] | None = Field(
+        default=None,
+        description="where commands start that name no directory: in the workspace, or in the working directory of "
+        "the image; null: as before, at first in the workspace",
+    )
     host_paths: list[HostPath] | None = Field(
         default=None,
         max_length=MOST_HOST_PATHS,
@@ -133,6 +145,12 @@ class SandboxInfo(Answer):
         default=None, description="the folder of the server's host that is the workspace; null: one of carrel's own"
     )
     host_paths: list[HostPath] = Field(default_factory=list, description="what else of the host it sees, read-only")
+    image: str | None = Field(
+        default=None, description="the image that was asked for; null: the root of the sandbox is the host's own"
+    )
+    image_digest: str | None = Field(
+        default=None, description="the image that the session runs from, even if its name means another one by now"
+    )
     snapshot: str | None = Field(default=None, description="the newest good snapshot")
     notice: str | None = Field(
         default=None,
@@ -160,6 +178,7 @@ class TemplateInfo(Answer):
     name: str
     description: str = ""
     provider: str | None = None
+    image: str | None = None
     network: Network | None = None
     limits: Limits = Field(default_factory=Limits)
     env: list[str] = Field(default_factory=list, description="names of variables, without their values")

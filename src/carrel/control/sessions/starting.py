@@ -115,7 +115,15 @@ class Starting:
             new = provided.new
             plan = await self._attachments.prepare(replace(plan, record=record), provided.path)
             handle = await provider.start(
-                launch(record, provider, provided.path, plan.masks, trust=plan.trusts_proxy, folder=plan.folder)
+                launch(
+                    record,
+                    provider,
+                    provided.path,
+                    plan.masks,
+                    trust=plan.trusts_proxy,
+                    folder=plan.folder,
+                    image=plan.image,
+                )
             )
             await writing
             await self._workspaces.recorded(record)
@@ -136,6 +144,7 @@ class Starting:
             if box is not None:
                 box.connection.close()
                 self._attachments.detach(box)
+            plan.undo.close()
             written = not writing.cancelled() and writing.exception() is None
             await self._undo(record, provider, handle, new=new, written=written, error=error)
             if isinstance(error, CarrelError) or not isinstance(error, Exception):
