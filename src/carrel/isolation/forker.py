@@ -15,7 +15,7 @@ import socket
 import struct
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -44,6 +44,9 @@ _AT_FORK = linux.ALL_NAMESPACES & ~linux.CLONE_NEWCGROUP
 # version 1 cgroups. The answer is a pid, or a negative error number.
 _FORK, _FORKED = struct.Struct("=q????"), struct.Struct("=i")
 _FORK_FDS_SPACE = socket.CMSG_SPACE(8 * struct.calcsize("i"))
+_KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2] if part.isdigit())
+_IDMAPPED_OVERLAYS = (5, 19)
+"""The first kernel that can use an idmapped mount as a layer of an overlay."""
 _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
 
 
@@ -162,6 +165,7 @@ class SandboxForker:
         self._requests: socket.socket | None = None
         self._forker_pid = 0
         self._opener: socket.socket | None = None
+        self._has_folders = False
 
     def prepare(
         self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({}), folder_roots: Sequence[str] = ()
@@ -174,6 +178,7 @@ class SandboxForker:
             self._program = seccomp.build(more={} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS)
             self._ids = ids.HostIds() if self._root else None
             self._opener = zygote_root.enter(workspaces, root=self._root, shared=shared, folder_roots=folder_roots)
+            self._has_folders = bool(folder_roots)
             if not self._root:
                 self._notifications = budgets.sandbox_notifications()
             self._covers = mask_mounts.CoverFiles(sandbox.COVERS, sandbox.BASE)
@@ -203,13 +208,14 @@ class SandboxForker:
             "cgroups_reason": self.cgroups.reason,
             "idmap": self._idmap,
             "root": self._root,
-            "folders": self._opener is not None,
+            "folders": self._has_folders,
+            "images": self._isolate,
         }
 
     def open_folder(self, body: dict[str, object], answers: int) -> None:
         """Have a folder of the host opened; the mount is sent to the socket `answers`."""
         if self._opener is None:
-            raise PlatformError("this zygote was started without folders")
+            raise PlatformError("a sandbox without isolation has no folders or images of the host")
         folder_opener.request(self._opener, body, answers)
 
     def held(self, child: Child) -> int:
@@ -219,10 +225,11 @@ class SandboxForker:
     def configure(self, child: Child, spec: sandbox.Spec, listener: int, *given: int) -> None:
         """Send a forked child its limits, the socket that it will listen on, and its mounts.
 
-        The other descriptors are the masks, the folder and the further mounts, as far as the request names them.
+        The other descriptors are the masks, the image, the folder and the further mounts, as far as the request names
+        them.
         """
         more = list(given)
-        plan = self._mask_plan(more.pop(0)) if spec.masked else -1
+        plan = self._mask_plan(more.pop(0), image=bool(spec.image)) if spec.masked else -1
         if self._isolate and spec.memory_mb is not None and "memory" not in self.cgroups.controllers:
             own_network = spec.network != "host"
             child.watched = watchdog.WatchedSandbox(child.pid, spec.memory_mb * 1024 * 1024, own_network=own_network)
@@ -231,13 +238,32 @@ class SandboxForker:
         try:
             if self._isolate:
                 self.cgroups.limit(child.group, spec.memory_mb, spec.cpus)
+                images = [more.pop(0)] if spec.image else []
+                for image in images:
+                    self._map_image_owners(image, sandbox.ImageSpec(**spec.image), child)
                 self._map_owners(more, child)
                 mount = more.pop(0) if spec.folder else self._volume_mount(spec.workspace, child.pid)
-                fds += [mount, *([plan] if plan >= 0 else []), *more]
+                fds += [mount, *([plan] if plan >= 0 else []), *images, *more]
             socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds)
         finally:
             if not spec.folder:
                 _close(mount)
+
+    def _map_image_owners(self, tree: int, image: sandbox.ImageSpec, child: Child) -> None:
+        """Show a sandbox of root the owners that files have in the image. Where the kernel or the file system cannot,
+        they belong to nobody there. An ordinary user's image has one owner, who is the agent.
+        """
+        if not self._idmap or _KERNEL < _IDMAPPED_OVERLAYS:
+            return
+        if (image.uid, image.gid) == (rootfs.SANDBOX_UID, rootfs.SANDBOX_UID):
+            users = os.open(f"/proc/{child.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        else:
+            users = linux.user_namespace(ids.image_map(child.slot, image.uid), ids.image_map(child.slot, image.gid))
+        try:
+            with suppress(OSError):
+                linux.set_mount_attributes(tree, linux.MOUNT_ATTR_IDMAP, users)
+        finally:
+            os.close(users)
 
     def _map_owners(self, trees: Sequence[int], child: Child) -> None:
         """Make the owner of each folder of the host the agent in one sandbox, and the other way round. The files of
@@ -269,10 +295,10 @@ class SandboxForker:
             for users_fd in namespaces.values():
                 os.close(users_fd)
 
-    def _mask_plan(self, masks: int) -> int:
+    def _mask_plan(self, masks: int, *, image: bool) -> int:
         if self._covers is None:
             raise PlatformError("a sandbox without isolation cannot have masks")
-        return self._covers.plan(wire.content(masks))
+        return self._covers.plan(wire.content(masks), image=image)
 
     def fork(self, *, rehearse: bool, own_network: bool = True) -> Child:
         """Fork a child that does the first part and then waits; `rehearse` when there is time for it."""
@@ -468,6 +494,7 @@ class SandboxForker:
                 proxy_listener,
                 spec.trust,
                 spec.folder if self._isolate else "",
+                sandbox.ImageSpec(**spec.image) if spec.image else None,
             )
             self._supervisor.main(facts, self._prepared)
         except BaseException as error:

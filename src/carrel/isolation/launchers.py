@@ -21,7 +21,7 @@ if [ "${1-}" = --there ]; then
 fi
 base=${1-${CARREL_ENV-}}
 if [ ! -x "$venv/bin/python" ]; then
-    python=/usr/bin/python3
+    python=${CARREL_PYTHON:-/usr/bin/python3}
     if [ -n "$base" ]; then
         python=$(readlink -f "$base/bin/python") || { echo "carrel-venv: there is no $base" >&2; exit 1; }
     fi
@@ -69,7 +69,7 @@ if [ -n "$elsewhere" ] || [ ! -x "$venv/bin/python" ]; then
     export CARREL_PIP=1
     [ -d /etc/carrel/python/pip/_internal ] && export PYTHONPATH="/etc/carrel/python${PYTHONPATH:+:$PYTHONPATH}"
     [ -x "${CARREL_ENV-}/bin/python" ] && exec "$CARREL_ENV/bin/python" -m pip "$@"
-    exec /usr/bin/python3 -m pip "$@"
+    exec "${CARREL_PYTHON:-/usr/bin/python3}" -m pip "$@"
 fi
 for word; do
     shift
@@ -91,7 +91,7 @@ _PYTHON = """\
 case ${CARREL_ENV-} in
     /envs/*) [ -x "$CARREL_ENV/bin/python" ] && exec "$CARREL_ENV/bin/python" "$@" ;;
 esac
-exec /usr/bin/python3 "$@"
+exec "${CARREL_PYTHON:-/usr/bin/python3}" "$@"
 """
 
 _UV = """\

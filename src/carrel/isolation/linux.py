@@ -93,6 +93,11 @@ def unshare(flags: int) -> None:
     libc.call("unshare", flags)
 
 
+def enter_user_namespace(namespace_fd: int) -> None:
+    """Enter a user namespace that this process has made, with every capability over it."""
+    libc.call("setns", namespace_fd, CLONE_NEWUSER)
+
+
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     data = None if options is None else options.encode()
     fstype = None if kind is None else kind.encode()

@@ -15,7 +15,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -39,9 +39,13 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class MaskPlan:
-    """The masks of a new sandbox: programs by path with the name of their cover, the rest as requested."""
+    """The masks of a new sandbox: programs by path with the name of their cover, the rest as requested.
+
+    The programs of an image are not found yet: `names` has each with its cover.
+    """
 
     programs: dict[str, str]
+    names: dict[str, str]
     hidden: list[str]
     writable: list[str] | None
     readonly: list[str]
@@ -76,12 +80,15 @@ class CoverFiles:
         self._write(_FILE, b"", 0)
         os.mkdir(_DIRECTORY, 0, dir_fd=self._writable)
 
-    def plan(self, content: bytes) -> int:
-        """Return the plan for packed masks, as a file in memory that the store keeps. Its covers exist."""
-        key = hashlib.sha256(content).digest()
+    def plan(self, content: bytes, *, image: bool = False) -> int:
+        """Return the plan for packed masks, as a file in memory that the store keeps. Its covers exist.
+
+        The sandbox of an `image` finds programs itself: only there do the links of the image lead where they should.
+        """
+        key = hashlib.sha256(content).digest() + bytes([image])
         kept = self._plans.get(key)
         if kept is None or not is_unchanged(kept.stamps, self._root):
-            kept = self._find(unpack(content))
+            kept = self._find(unpack(content), image=image)
             self._forget(key)  # only now: the new plan may use the same covers
         self._plans.pop(key, None)
         self._plans[key] = kept  # the last one now
@@ -89,16 +96,22 @@ class CoverFiles:
             self._forget(next(iter(self._plans)))
         return kept.plan
 
-    def _find(self, masks: Masks) -> _CachedPlan:
+    def _find(self, masks: Masks, *, image: bool) -> _CachedPlan:
         catalogue = ProgramCatalogue(self._root)
-        found = {program: catalogue.find(program) for program in masks.programs}
-        names = {program: self._cover(masks.text(program)) for program, paths in found.items() if paths}
-        programs = {path: names[program] for program in reversed(found) for path in found[program]}
-        places = {"writable": masks.writable, "readonly": masks.readonly}
-        plan = in_memory({"programs": programs, "hidden": masks.hidden, **places})
+        found = {program: [] if image else catalogue.find(program) for program in masks.programs}
+        names = {program: self._cover(masks.text(program)) for program, paths in found.items() if paths or image}
+        plan = in_memory(
+            {
+                "programs": {} if image else _by_path(found, names),
+                "names": names if image else {},
+                "hidden": masks.hidden,
+                "writable": masks.writable,
+                "readonly": masks.readonly,
+            }
+        )
         covers = frozenset(names.values())
         self._uses.update(covers)
-        return _CachedPlan(plan, catalogue.stamps, covers)
+        return _CachedPlan(plan, {} if image else catalogue.stamps, covers)
 
     def _forget(self, key: bytes) -> None:
         """Drop a plan and its unused covers. Sandboxes keep theirs: a mount outlives the name of the mounted file."""
@@ -129,48 +142,57 @@ class CoverFiles:
             os.close(descriptor)
 
 
+def _by_path(found: dict[str, list[str]], names: Mapping[str, str]) -> dict[str, str]:
+    """Return the cover of each path; of two programs with the same path, that of the first."""
+    return {path: names[program] for program in reversed(found) for path in found[program]}
+
+
 def read(descriptor: int) -> MaskPlan:
     """Read a plan, in the new sandbox."""
     return MaskPlan(**json.loads(os.pread(descriptor, os.fstat(descriptor).st_size, 0)))
 
 
-def pivot_masked(root: str, plan: MaskPlan, store: str) -> None:
+def pivot_masked(root: str, plan: MaskPlan, store: str, path: Sequence[str] = ()) -> None:
     """Pivot into `root` and cover what is masked. Raises when something cannot be covered: then no sandbox may start.
 
-    `store` is the directory of the covers in the old root.
+    `store` is the directory of the covers in the old root, `path` are further directories of an image's programs.
     """
     covers = os.open(store, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        linux.pivot_into(root, lambda: _apply(plan, covers))
+        linux.pivot_into(root, lambda: _apply(plan, covers, path))
     finally:
         os.close(covers)
 
 
-def _apply(plan: MaskPlan, covers: int) -> None:
+def _apply(plan: MaskPlan, covers: int, path: Sequence[str]) -> None:
     """Apply the plan. Paths are resolved in the sandbox's own root, where nothing runs yet that could change it."""
+    programs = plan.programs
+    if plan.names:
+        catalogue = ProgramCatalogue(more=path)
+        programs = _by_path({name: catalogue.find(name) for name in plan.names}, plan.names)
     places = [] if plan.writable is None else _open_places(plan.writable)
     try:
         hidden = _bounded(search(plan.hidden))
         readonly, busy = _unwritable(plan.readonly)
-        pins = {above: True for path, count in hidden for above in _above(path, count)}
-        pins |= {above: True for path in (*readonly, *busy) for above in _above(path)} | busy
-        _bounded((*plan.programs, *hidden, *readonly, *pins))
+        pins = {above: True for each, count in hidden for above in _above(each, count)}
+        pins |= {above: True for each in (*readonly, *busy) for above in _above(each)} | busy
+        _bounded((*programs, *hidden, *readonly, *pins))
         _pin(pins, covers)
         if plan.writable is not None:
             _narrow(places)
     finally:
         for tree, _ in places:
             os.close(tree)
-    for path in readonly:  # before anything is hidden in them
-        _make_read_only(path)
-    for path, cover in plan.programs.items():
-        _attach(covers, cover, path)
-    for path, _ in hidden:
+    for each in readonly:  # before anything is hidden in them
+        _make_read_only(each)
+    for each, cover in programs.items():
+        _attach(covers, cover, each)
+    for each, _ in hidden:
         try:
-            directory = stat.S_ISDIR(os.lstat(path).st_mode)
+            directory = stat.S_ISDIR(os.lstat(each).st_mode)
         except (FileNotFoundError, NotADirectoryError):
             continue  # a directory above it is covered by now
-        _attach(covers, _DIRECTORY if directory else _FILE, path)
+        _attach(covers, _DIRECTORY if directory else _FILE, each)
 
 
 def _bounded(paths: Iterable[Found]) -> list[Found]:

@@ -20,6 +20,7 @@ from carrel.isolation.cgroups import Cgroups
 
 OLDEST_KERNEL = (5, 12)
 BRIDGE = "user-mode network"
+OVERLAY = "overlay mounts"
 _TUN = "/dev/net/tun"
 PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
@@ -47,6 +48,11 @@ class HostFindings:
         """Why the namespace provider cannot work here, or None."""
         lacking = [f"{f.name} ({f.found})" for f in self.findings if f.status == "missing"]
         return f"this host lacks {', '.join(lacking)}; run `carrel doctor`" if lacking else None
+
+    @property
+    def overlays(self) -> bool:
+        """Whether a sandbox can run from an image."""
+        return any(finding.name == OVERLAY and finding.status == "ok" for finding in self.findings)
 
     @property
     def bridges(self) -> bool:
@@ -112,6 +118,7 @@ def examine() -> HostFindings:
             "keeps the kernel calls that break sandboxes out of reach",
             "a kernel with CONFIG_SECCOMP_FILTER",
         ),
+        _overlay(),
         _optional(
             "Landlock",
             landlock.abi() > 0,
@@ -157,6 +164,22 @@ def _tried(name: str, reason: str | None, why: str, remedy: str) -> Finding:
 
 def _optional(name: str, there: bool, found: str, why: str, remedy: str | None) -> Finding:
     return Finding(name, "ok" if there else "degraded", found, why, None if there else remedy)
+
+
+def _overlay() -> Finding:
+    reason = linux.attempt(_mount_overlay)
+    return _optional(
+        OVERLAY,
+        reason is None,
+        reason or "works",
+        "only for sandboxes that run from an image; none is required",
+        "a kernel with CONFIG_OVERLAY_FS (modprobe overlay); data on a file system that can be a layer of an overlay",
+    )
+
+
+def _mount_overlay() -> None:
+    linux.unshare(linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
+    linux.mount("overlay", "/tmp", "overlay", linux.MS_RDONLY, "lowerdir=/usr:/etc")
 
 
 def examine_bridge(*, root: bool) -> Finding:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 _OWN = ("/etc/carrel/bin", "/etc/carrel/tools")
 PATH = (*_OWN, "/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
@@ -22,14 +22,14 @@ Stamps = dict[str, tuple[int, int, int] | None]
 
 
 class ProgramCatalogue:
-    """The programs of one root directory, by default `/`."""
+    """The programs of one root directory, by default `/`, on the default PATH and in `more` directories."""
 
-    def __init__(self, root: str = "") -> None:
+    def __init__(self, root: str = "", more: Sequence[str] = ()) -> None:
         self._root = root
         self._listed: dict[str, list[str]] = {}
         self.stamps: Stamps = {}
         seen: dict[_File, str] = {}
-        for directory in PATH:
+        for directory in (*PATH, *more):
             stamp = self.stamps[directory] = _stamp(root + directory)
             if stamp is not None:
                 seen.setdefault(stamp[:2], directory)

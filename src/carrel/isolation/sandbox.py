@@ -13,8 +13,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
-from carrel.isolation import budgets, folder_mounts, landlock, linux, mask_mounts, rootfs, seccomp
+from carrel.isolation import budgets, folder_mounts, ids, image_root, landlock, linux, mask_mounts, rootfs, seccomp
 from carrel.primitives import libc
 
 BASE = "/base"
@@ -22,11 +23,28 @@ COVERS = "/covers"
 OPEN_FILES = 8192
 MAX_MESSAGE = 256 * 1024
 MOST_DESCRIPTORS = 64
+MOST_FOLDERS = 64
 PROXY_PORT = 3128
 PROXY_BACKLOG = 4096
 PROXY_LISTENER = b"proxy listener"
 NETWORK = b"network"
 MEMORY = b"memory"
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """How a sandbox uses its image: its user there, variables, and where a command starts that names no directory."""
+
+    uid: int
+    gid: int
+    user: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    working_directory: str = ""
+
+    @property
+    def path(self) -> list[str]:
+        """The absolute directories of the image's PATH."""
+        return [folder for folder in self.environment.get("PATH", "").split(":")[:MOST_FOLDERS] if folder[:1] == "/"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +67,8 @@ class Spec:
     """The path of the workspace on the host, if it is a folder there. Then its mount comes as a descriptor."""
     mounts: list[str] = field(default_factory=list)
     """Where further mounts belong, whose descriptors come last, in this order: the home, and what is read-only."""
+    image: dict[str, Any] = field(default_factory=dict)
+    """The fields of `ImageSpec`, if the sandbox runs from an image. Then the image's mount comes as a descriptor."""
 
 
 @dataclass
@@ -71,6 +91,7 @@ class SandboxDetails:
     trust: bool
     own_path: str = ""
     """The second path of the workspace, if it is a folder of the host."""
+    image: ImageSpec | None = None
 
 
 def prepare(
@@ -146,33 +167,51 @@ def hand_over_memory(orders: socket.socket, spec: Spec) -> None:
 def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> None:
     """Do the second part: set up what was requested, then drop every privilege for good.
 
-    The descriptors are those of the workspace, the masks if there are any, and the further mounts.
+    The descriptors are those of the workspace, the masks and the image if there are any, and the further mounts.
     """
     workspace_fd, *more = fds
     plan_fd = more.pop(0) if spec.masked else -1
-    covered = folder_mounts.cover(BASE, [spec.folder, *spec.mounts])
+    image = ImageSpec(**spec.image) if spec.image else None
+    place = BASE if image is None else image_root.mount(more.pop(0), BASE, trust=spec.trust)
+    covered = folder_mounts.cover(place, [spec.folder, *spec.mounts])
     plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=rootfs.HOME in spec.mounts)
-    rootfs.apply_plan(plan, BASE, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
+    rootfs.apply_plan(plan, place, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
     if spec.folder:
-        folder_mounts.attach(BASE, spec.folder, list(zip(spec.mounts, more, strict=True)), covered)
+        folder_mounts.attach(place, spec.folder, list(zip(spec.mounts, more, strict=True)), covered)
     if spec.masked:
-        mask_mounts.pivot_masked(BASE, mask_mounts.read(plan_fd), COVERS)
+        mask_mounts.pivot_masked(place, mask_mounts.read(plan_fd), COVERS, image.path if image else ())
     else:
-        linux.pivot_into(BASE)
+        linux.pivot_into(place)
     folder_mounts.show_workspace(spec.folder)
     if spec.watched and spec.network != "host":
         budgets.limit_tcp_buffers()
+    uid = gid = rootfs.SANDBOX_UID
+    if image is not None and (image.uid, image.gid) != (uid, gid):
+        uid, gid = image.uid, image.gid
+        _rename_agent(uid, gid, root=root)
     _limit(spec)
     linux.drop_bounding_set()
     if root:
-        os.setresgid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
-        os.setresuid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
+        os.setresgid(gid, gid, gid)
+        os.setresuid(uid, uid, uid)
     linux.drop_capabilities()
     libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
         # With the secrets: a rule applies to a directory through all its mounts, and the agent's mount is read-only.
         landlock.restrict(read=["/"], write=(*rootfs.WRITABLE, rootfs.SECRETS))
     seccomp.install(program)
+    if image is not None and image.working_directory and not os.path.isdir(image.working_directory):
+        raise OSError(f"the image's working directory {image.working_directory[:200]} is not a directory in it")
+
+
+def _rename_agent(uid: int, gid: int, *, root: bool) -> None:
+    """Enter a user namespace in which the agent has these ids. It has no other namespace, so its root rules nothing."""
+    libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of the child's files in /proc follows it
+    users = linux.user_namespace(ids.renaming_map(uid, root=root), ids.renaming_map(gid, root=root))
+    try:
+        linux.enter_user_namespace(users)
+    finally:
+        os.close(users)
 
 
 def receive(orders: socket.socket) -> tuple[Spec, list[int]]:

@@ -230,7 +230,7 @@ class Zygote:
                 raise PlatformError("the zygote is stopping")
             if op == "start":
                 spec = sandbox.Spec(**body)
-                if len(fds) != 1 + spec.masked + bool(spec.folder) + len(spec.mounts):
+                if len(fds) != 1 + spec.masked + bool(spec.image) + bool(spec.folder) + len(spec.mounts):
                     raise PlatformError("a start request carries one listening socket, and its masks if it has any")
                 self._start(connection, seq, spec, fds)
             elif op == "folder":

@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from carrel.isolation import budgets, folder_mounts, folder_opener, launchers, linux, rootfs
+from carrel.isolation import budgets, folder_mounts, folder_opener, image_root, launchers, linux, rootfs
 from carrel.isolation.sandbox import BASE, COVERS
 from carrel.primitives.kernel_files import write
 
@@ -25,28 +25,25 @@ def enter(
     root: bool,
     shared: Mapping[str, str] = MappingProxyType({}),
     folder_roots: Sequence[str] = (),
-) -> socket.socket | None:
+) -> socket.socket:
     """Move this process there for good. An ordinary user's process first becomes root of its own user namespace.
 
     `shared` maps paths of the base root to directories or files of the host that are mounted there, read-only. What is
     added to such a directory later appears in every sandbox at once.
 
-    Sandboxes may work on folders below `folder_roots`. Then this returns the socket of the process that opens them.
+    Sandboxes may work on folders below `folder_roots`. Returns the socket of the process that opens images and folders.
     """
-    opener = None
     links = rootfs.host_links()
     uid, gid = os.geteuid(), os.getegid()
     if root:
-        if folder_roots:
-            opener = folder_opener.start(lambda: None)
+        opener = folder_opener.start(lambda: None)
         linux.unshare(linux.CLONE_NEWNS)
     else:
         budgets.enter_user_namespace(linux.CLONE_NEWNS | linux.CLONE_NEWUSER)
         write("/proc/self/setgroups", "deny")
         write("/proc/self/uid_map", f"0 {uid} 1\n")
         write("/proc/self/gid_map", f"0 {gid} 1\n")
-        if folder_roots:
-            opener = folder_opener.start(lambda: linux.unshare(linux.CLONE_NEWNS))
+        opener = folder_opener.start(lambda: linux.unshare(linux.CLONE_NEWNS))
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     # Opened before `_STAGE` is covered: they may be below it.
     tree = linux.open_tree(workspaces)
@@ -58,6 +55,7 @@ def enter(
     linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
     names = folder_mounts.first_names(_top_level(folder_roots))
     rootfs.apply_plan(rootfs.base_plan(links, names=names), base)
+    image_root.make_layers(_STAGE, names)
     for target, view in views.items():
         linux.set_mount_attributes(view, linux.MOUNT_ATTR_RDONLY | linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV)
         linux.move_mount(view, base + target)

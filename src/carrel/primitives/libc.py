@@ -15,6 +15,7 @@ import struct
 RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_BENEATH = 0x08
+RESOLVE_IN_ROOT = 0x10
 
 _OPENAT2 = 437
 _CACHESTAT = 451
@@ -68,7 +69,16 @@ def open_beneath(directory: int, path: bytes, flags: int) -> int:
     `EXDEV` says that the path leads outside. The kernel answers `EAGAIN` when it cannot tell because of a
     rename at that very moment; that is tried again a bounded number of times.
     """
-    how = _OpenHow(flags | os.O_CLOEXEC, 0, RESOLVE_BENEATH | RESOLVE_NO_MAGICLINKS)
+    return _open_resolved(directory, path, flags, RESOLVE_BENEATH)
+
+
+def open_in_root(directory: int, path: bytes, flags: int) -> int:
+    """Open what is at `path` for a process whose root is `directory`: links and `..` never lead out of it."""
+    return _open_resolved(directory, path, flags, RESOLVE_IN_ROOT)
+
+
+def _open_resolved(directory: int, path: bytes, flags: int, resolve: int) -> int:
+    how = _OpenHow(flags | os.O_CLOEXEC, 0, resolve | RESOLVE_NO_MAGICLINKS)
     size = ctypes.c_size_t(ctypes.sizeof(how))
     name = ctypes.c_char_p(path)
     for attempt in range(_ATTEMPTS):

@@ -77,6 +77,8 @@ class NamespaceProvider(ZygoteProvider):
             promised.add(Capability.ENVIRONMENTS)
         if self._has_folders and (not zygote or zygote.get("folders")):
             promised.add(Capability.FOLDERS)
+        if self._host.overlays and (not zygote or zygote.get("images")):
+            promised.add(Capability.IMAGES)
         if self._host.bridges:
             promised.add(Capability.NETWORK_BRIDGE)
         return frozenset(promised)

@@ -10,9 +10,10 @@ from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError
-from carrel.isolation import cgroups, masks
+from carrel.isolation import cgroups, image_user, masks
 from carrel.models import Network
 from carrel.primitives.channel import close_all
+from carrel.primitives.trees import Identity
 from carrel.providers import foreign_processes
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
 from carrel.providers.zygotes import ZygoteClient
@@ -54,7 +55,8 @@ class ZygoteProvider(Provider):
                 hint="use a data directory with a shorter path",
             )
         self.require(NETWORK_CAPABILITY[launch.network])
-        mounts = await self._open_folders(launch)
+        image = await self._image_fields(launch)
+        mounts = await self._open_mounts(launch)
         try:
             packed = self._pack(launch)
         except BaseException:
@@ -76,6 +78,7 @@ class ZygoteProvider(Provider):
                 processes=launch.processes,
                 env=dict(launch.env),
                 **self._optional_fields(launch, masked=bool(packed)),
+                **image,
             )
             network_fields = await self._connect_network(launch, answer)
         except BaseException as error:
@@ -117,14 +120,26 @@ class ZygoteProvider(Provider):
         """Connect a new sandbox to its network, and return fields for its handle. Removes the sandbox on failure."""
         return {}
 
-    async def _open_folders(self, launch: Launch) -> list[int]:
-        """Return the mounts of the folder, the home and what is read-only, in this order."""
-        if launch.folder is None:
-            return []
-        self.require(Capability.FOLDERS)
-        mounts = [(launch.folder.folder, False), (launch.folder.home, False)]
-        mounts += [(mount, True) for mount in launch.folder.read_only]
-        return await self._zygote.open_mounts([(each.source, each.identity, only) for each, only in mounts])
+    async def _image_fields(self, launch: Launch) -> dict[str, Any]:
+        """Return the field of the request for a sandbox from an image."""
+        if (image := launch.image) is None:
+            return {}
+        self.require(Capability.IMAGES)
+        user = await asyncio.to_thread(image_user.find, image.directory, image.user)
+        fields = {"environment": dict(image.environment), "working_directory": image.working_directory}
+        return {"image": {"uid": user.uid, "gid": user.gid, "user": user.name, **fields}}
+
+    async def _open_mounts(self, launch: Launch) -> list[int]:
+        """Return the mounts of the image, the folder, the home and what is read-only, in this order."""
+        mounts: list[tuple[str, Identity, bool]] = []
+        if launch.image is not None:
+            mounts.append((launch.image.directory, launch.image.identity, True))
+        if launch.folder is not None:
+            self.require(Capability.FOLDERS)
+            own = (launch.folder.folder, launch.folder.home)
+            mounts += [(each.source, each.identity, False) for each in own]
+            mounts += [(each.source, each.identity, True) for each in launch.folder.read_only]
+        return await self._zygote.open_mounts(mounts) if mounts else []
 
     def _pack(self, launch: Launch) -> tuple[int, ...]:
         """Return the masks as a descriptor, if there are any."""

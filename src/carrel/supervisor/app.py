@@ -29,9 +29,9 @@ from carrel.supervisor.loop import InheritedLoop
 from carrel.supervisor.mcp_servers import McpServerRoutes
 from carrel.supervisor.no_network import refuse_all
 from carrel.supervisor.produced import ProducedFiles
-from carrel.supervisor.python.calls import Python, put_files
+from carrel.supervisor.python.calls import SYSTEM_PYTHON, Python, put_files
 from carrel.supervisor.python.cells import CodeContexts
-from carrel.supervisor.reaper import kill_below
+from carrel.supervisor.reaper import SHELL, find_program, kill_below
 from carrel.supervisor.reset import PLACES, Reset
 from carrel.supervisor.runs import Runs
 from carrel.supervisor.secrets import SandboxSecrets
@@ -40,6 +40,17 @@ _DEFAULT_LIMIT, _MAX_LIMIT = 10 * 1024 * 1024, 100 * 1024 * 1024
 ROUNDS = 8
 """How often `warm` runs a command. The interpreter specializes a function after 8 calls."""
 _OWN_ID = re.compile(r"k[A-Za-z0-9_-]{7,63}")
+
+
+class ImageFacts(Protocol):
+    """How a sandbox uses the image that it runs from (see `carrel.isolation.sandbox.ImageSpec`)."""
+
+    @property
+    def user(self) -> str: ...
+    @property
+    def environment(self) -> dict[str, str]: ...
+    @property
+    def working_directory(self) -> str: ...
 
 
 class SandboxFacts(Protocol):
@@ -57,6 +68,9 @@ class SandboxFacts(Protocol):
     refusing: socket.socket | None
     trust: bool
     own_path: str
+
+    @property
+    def image(self) -> ImageFacts | None: ...
 
 
 class Supervisor:
@@ -109,18 +123,37 @@ class Supervisor:
         self._memory_places = places[: 2 if facts.own_path else 3]  # a kept home is on disk
         self._reset.configure(() if facts.own_path else places)
         self._started = time.monotonic()
-        self._directory = self.files.open_directory(facts.own_path or ".")
+        self._directory = self._first_directory(facts)
         self._venv = facts.isolated
+        image = facts.image
+        path = environment.PATH if facts.isolated else os.environ.get("PATH", environment.PATH)
+        python = SYSTEM_PYTHON
+        if image is not None:
+            path = environment.image_path(image.environment.get("PATH", ""), launchers=False)
+            python = find_program("python3", path, self._directory) or ""
+            launchers = bool(python) and os.access(SHELL, os.X_OK)
+            path = environment.image_path(image.environment.get("PATH", ""), launchers=launchers)
         self._env = environment.variables(
             workspace=facts.workspace,
             home=facts.home,
-            path=environment.PATH if facts.isolated else os.environ.get("PATH", environment.PATH),
+            path=path,
             proxy_port=facts.proxy_port,
             offline=facts.refusing is not None,
             trust=facts.trust,
             given=facts.env,
+            image=image.environment if image is not None else {},
+            user=(image.user if image is not None else "") or "agent",
         )
-        self.python.configure(self._env, isolated=facts.isolated)
+        if image is not None and python:
+            self._env.setdefault("CARREL_PYTHON", python)
+        self.python.configure(self._env, python, isolated=facts.isolated)
+
+    def _first_directory(self, facts: SandboxFacts) -> int:
+        """Open the directory of commands that name none: that of the image, if it is used, else the workspace."""
+        place = facts.image.working_directory if facts.image is not None else ""
+        if not place:
+            return self.files.open_directory(facts.own_path or ".")
+        return os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def close(self) -> None:
         self.commands.close()
@@ -380,6 +413,7 @@ class _Rehearsal:
     """A stand-in for a sandbox, for `warm`."""
 
     isolated, trust, own_path = False, False, ""
+    image: ImageFacts | None = None
     memory_mb: int | None = 64
     proxy_port: int | None = None
     refusing: socket.socket | None = None

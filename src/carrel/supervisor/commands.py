@@ -21,6 +21,7 @@ from carrel.supervisor.command import Order, SupervisedCommand, signal_number
 from carrel.supervisor.output import STDERR, STDOUT, ByteBudget, CommandOutput, read_some
 from carrel.supervisor.reaper import (
     OOM_SCORE_OF_COMMANDS,
+    SHELL,
     ProgramStart,
     Reaper,
     Runner,
@@ -151,7 +152,7 @@ class Commands:
 
     def start(self, order: Order) -> SupervisedCommand:
         """Start a command. A program that cannot be found or executed is a result (127, 126), as in a shell."""
-        argv = ["/bin/sh", "-c", order.command] if isinstance(order.command, str) else list(order.command)
+        argv = [SHELL, "-c", order.command] if isinstance(order.command, str) else list(order.command)
         program = find_program(argv[0], order.env.get("PATH", ""), order.directory)
 
         def launch(command: SupervisedCommand, stdio: Stdio | None) -> None:
@@ -287,8 +288,8 @@ class Commands:
             return True  # unknown: then a runner is used, which is always correct
 
     def _never_started(self, command: SupervisedCommand, code: int, name: str) -> None:
-        words = f"carrel: {name}: {'command not found' if code == errno.ENOENT else os.strerror(code)}\n"
-        command.output.add(STDERR, words.encode(errors="surrogateescape"))
+        words = _not_found(command.order, name) if code == errno.ENOENT else f"{name}: {os.strerror(code)}"
+        command.output.add(STDERR, f"carrel: {words}\n".encode(errors="surrogateescape"))
         command.close_slave()
         self._finish(command, (127 if code == errno.ENOENT else 126) << 8)
 
@@ -508,3 +509,13 @@ class Commands:
         while lost in processes() or kill_below(self._pid, (*self._runners, *self._by_pid)):  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.001)
         self._sweeps -= 1
+
+
+def _not_found(order: Order, name: str) -> str:
+    """Return why the kernel did not find a program: an image may lack its shell, or what a program needs to start."""
+    if name == SHELL and not os.path.lexists(SHELL):
+        return f"this sandbox has no shell ({SHELL}): give the command as a list of words, not as one text"
+    program = find_program(name, order.env.get("PATH", ""), order.directory)
+    if program is not None and os.access(program, os.F_OK, dir_fd=order.directory):
+        return f"{name}: it is there, but the loader or interpreter that it needs is not in this sandbox"
+    return f"{name}: command not found"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 VENV = "/workspace/.venv"
 """The context's own virtual environment, when it has one."""
 
-PATH = f"/etc/carrel/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin:{VENV}/bin"
+LAUNCHERS = "/etc/carrel/bin"
+_DEFAULT = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_WRITABLE = ("/dev/", "/home/agent/", "/proc/", "/tmp/", "/var/tmp/", "/workspace/")
+PATH = f"{LAUNCHERS}:{_DEFAULT}:{VENV}/bin"
 """Programs that were installed in the workspace come last, so none of them can replace a program of the host, which a
 policy may allow. The directory is in the list even before it exists: a command can use what it has just installed.
 Python is found by the launchers, which come first.
@@ -57,23 +61,38 @@ def variables(
     offline: bool,
     trust: bool,
     given: Mapping[str, str],
+    image: Mapping[str, str] = MappingProxyType({}),
+    user: str = "agent",
 ) -> dict[str, str]:
-    """Return all variables; those of the caller win. `offline` means that the sandbox has no network and every request
-    to `proxy_port` is refused.
+    """Return all variables; those of the caller win, and those of an image lose, except for its language. `offline`
+    means that the sandbox has no network and every request to `proxy_port` is refused.
     """
     return {
-        "PATH": path,
-        "HOME": home,
-        "USER": "agent",
-        "LOGNAME": "agent",
         "SHELL": "/bin/sh",
         "LANG": "C.UTF-8",
+        **image,
+        "PATH": path,
+        "HOME": home,
+        "USER": user,
+        "LOGNAME": user,
         "WORKSPACE": workspace,
         **({} if proxy_port is None else proxy_variables(proxy_port)),
         **(_OFFLINE if offline else {}),
         **(dict.fromkeys(_TRUSTING, CERTIFICATES) if trust else {}),
         **given,
     }
+
+
+def image_path(path: str, *, launchers: bool) -> str:
+    """Return the PATH of a sandbox from an image with this PATH; empty means the default one.
+
+    `launchers` says whether the image has what carrel's launchers need: a shell and Python. The directories that an
+    agent can write come last, as in `PATH`.
+    """
+    folders = [folder for folder in (path or _DEFAULT).split(":") if folder.startswith("/")]
+    writable = [folder for folder in folders if f"{folder}/".startswith(_WRITABLE)]
+    fixed = [folder for folder in folders if folder not in writable]
+    return ":".join((*([LAUNCHERS] if launchers else []), *fixed, *writable, f"{VENV}/bin"))
 
 
 def proxy_variables(port: int) -> dict[str, str]:

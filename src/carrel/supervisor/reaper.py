@@ -25,6 +25,7 @@ RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD, 
 # Signals of a terminal, which the leader of its session ignores.
 _TERMINAL_SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
 OOM_SCORE_OF_COMMANDS = b"500"
+SHELL = "/bin/sh"
 
 
 Stdio = tuple[int, int, int]

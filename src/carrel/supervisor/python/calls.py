@@ -51,12 +51,14 @@ class Python:
         self._isolated = True
         self.interpreters = Interpreters(commands, SCRIPT, self._imports)
         self._env: dict[str, str] = {}
+        self._system = SYSTEM_PYTHON
         self._packages: str | None = None
         self._ahead: list[str] = []
 
-    def configure(self, env: dict[str, str], *, isolated: bool) -> None:
-        """Take charge of a sandbox; interpreters start with the variables `env`."""
+    def configure(self, env: dict[str, str], system: str, *, isolated: bool) -> None:
+        """Take charge of a sandbox; interpreters start with the variables `env`. `system` is the path of its Python."""
         self._env = env
+        self._system = system
         self._isolated = isolated
         if not isolated:
             here = os.path.dirname(os.path.abspath(__file__))
@@ -151,11 +153,13 @@ class Python:
             if os.access(f"{self._packages}/bin/python", os.X_OK):
                 return f"{self._packages}/bin/python"
             raise Conflict("the packages of this sandbox's template are gone", hint="stop the sandbox, then resume it")
-        if os.access(SYSTEM_PYTHON, os.X_OK):
-            return SYSTEM_PYTHON
+        if os.access(self._system, os.X_OK):
+            return self._system
         found = find_program("python3", self._env.get("PATH", ""), -1)
         if found is None:
-            raise Unsupported("there is no Python in this sandbox", hint="use a template that has one")
+            raise Unsupported(
+                "there is no python3 in this sandbox", hint="use an image or a template that has Python 3.9 or newer"
+            )
         return found
 
     def _imports(self, python: str) -> list[str]:
@@ -180,6 +184,13 @@ def python_in(environment: str, field: str) -> str:
     """Return the path of the Python of an attached environment, or raise `NotFound`."""
     python = f"{environment}/bin/python"
     if not os.access(python, os.X_OK):
+        if os.path.lexists(python):
+            name = os.path.basename(environment)
+            raise Unsupported(
+                f"environment '{name}' needs {os.path.realpath(python)}, which this sandbox does not have",
+                field=field,
+                hint="use an image with that Python, or install the packages in the image",
+            )
         why = f"there is no environment '{os.path.basename(environment)}' in this sandbox"
         raise NotFound(why, field=field, hint="attach it first")
     return python
