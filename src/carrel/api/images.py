@@ -14,7 +14,7 @@ from carrel.api.guard import GuardedRouter
 from carrel.api.parameters import Path, Query
 from carrel.api.parts import NDJSON, ClosingStream, Plane, Who, as_json, streamed_body
 from carrel.api.problems import UNEXPECTED
-from carrel.control.images.images import Progress
+from carrel.control.images.images import Say
 from carrel.errors import CarrelError
 from carrel.models import operations as op
 from carrel.models.images import (
@@ -88,14 +88,13 @@ async def delete_image(image: Name, plane: Plane, caller: Who) -> Response:
     return Response(status_code=204)
 
 
-async def _lines(work: Callable[[Progress], Awaitable[ImageInfo]]) -> AsyncIterator[bytes]:
+async def _lines(work: Callable[[Say], Awaitable[ImageInfo]]) -> AsyncIterator[bytes]:
     """Yield the progress as it comes. A caller that disconnects does not wait for the pull any more."""
     said: asyncio.Queue[ImageEvent | None] = asyncio.Queue()
 
-    def say(progress: Any) -> None:
+    def say(progress: ImageProgress) -> None:
         if said.qsize() < _MOST_LINES:
-            shown = ImageProgress(layer=progress.digest, step=progress.step, done=progress.done, total=progress.total)
-            said.put_nowait(ImageEvent(progress=shown))
+            said.put_nowait(ImageEvent(progress=progress))
 
     async def run() -> None:
         try:

@@ -11,7 +11,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 
@@ -29,7 +29,7 @@ from carrel.images.registry import RegistryAccess, RegistryClient
 from carrel.images.storage import CollectedImages, ImageStorage, LayerProgress, Progress, RootHold, StoredImage
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import operations as op
-from carrel.models.images import ImageDetails, ImageInfo, ImageList, ImagePull
+from carrel.models.images import ImageDetails, ImageInfo, ImageList, ImageProgress, ImagePull
 from carrel.store import ImageUser, SessionStore
 from carrel.threads import run_to_end
 
@@ -41,6 +41,7 @@ _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{8,64})")
 _MOST_NAMED = 5
 """How many users of an image an error names."""
 
+Say = Callable[[ImageProgress], None]
 Users = Mapping[str, Sequence[ImageUser]]
 """The sessions of each image, by its digest."""
 
@@ -95,8 +96,13 @@ class Images:
 
     # pulling
 
-    async def pull(self, caller: Caller, request: ImagePull, progress: Progress = nothing) -> ImageInfo:
-        """Bring an image here, or its newest version."""
+    async def pull(self, caller: Caller, request: ImagePull, say: Say | None = None) -> ImageInfo:
+        """Bring an image here, or its newest version. `say` is called with the progress of each layer."""
+
+        def progress(each: LayerProgress) -> None:
+            if say is not None:
+                say(ImageProgress.model_validate(vars(each) | {"layer": each.digest}))
+
         reference = self.parse(request.image)
         image = await self._find(reference) if request.only_if_missing else None
         if image is None:
@@ -164,18 +170,16 @@ class Images:
         finally:
             self._metrics.image_pulled(outcome, time.monotonic() - began)
 
-    # importing
-
-    async def import_archive(
-        self, caller: Caller, content: AsyncIterator[bytes], name: str | None, progress: Progress = nothing
-    ) -> ImageList:
+    async def import_archive(self, caller: Caller, content: AsyncIterator[bytes], name: str | None) -> ImageList:
         """Store the images of a `docker save` archive or of an OCI layout in a tar file."""
         reference = None if name is None else self.parse(name)
         arguments = {} if name is None else {"image": str(reference)}
-        async with self._admission.admit(Call(op.IMPORT_IMAGE, arguments, caller)) as traffic:
-            async with self._spooled(content) as (path, size):
-                traffic.count_in(size)
-                found = await import_archive(self._storage, path, self._platform, progress, name=reference)
+        async with (
+            self._admission.admit(Call(op.IMPORT_IMAGE, arguments, caller)) as traffic,
+            self._spooled(content) as (path, size),
+        ):
+            traffic.count_in(size)
+            found = await import_archive(self._storage, path, self._platform, nothing, name=reference)
         users = await self._users()
         return ImageList(items=[self._info(caller, image, users) for image in found])
 
