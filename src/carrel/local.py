@@ -213,10 +213,14 @@ class LocalStream:
 
 
 def needs_server(settings: Settings) -> bool:
-    """Whether the settings need a server: for a policy, a template, a network or another provider."""
+    """Whether the settings need a server: for a policy, a template, an image, a network or another provider."""
     policy = settings.policy.settings_file or settings.policy.sources_file
     sandbox = settings.sandbox
-    return bool(policy or sandbox.template) or sandbox.network != "none" or sandbox.provider not in _PROVIDERS
+    return (
+        bool(policy or sandbox.template or sandbox.image)
+        or sandbox.network != "none"
+        or sandbox.provider not in _PROVIDERS
+    )
 
 
 @asynccontextmanager
@@ -227,13 +231,14 @@ async def local_sandbox(
     trust: str | None = None,
     network: str | None = None,
     template: str | None = None,
+    image: str | None = None,
     limits: Mapping[str, float | None] | None = None,
 ) -> AsyncIterator[LocalSandbox | None]:
     """Yield a new sandbox that is removed afterwards, or None when the request needs a server.
 
     `flags` are settings that override those of `carrel.toml` and the environment.
     """
-    if template is not None or network not in {None, "none"} or (provider or "auto") not in _PROVIDERS:
+    if (template or image) is not None or network not in {None, "none"} or (provider or "auto") not in _PROVIDERS:
         yield None
         return
     async with AsyncExitStack() as stack:

@@ -48,6 +48,14 @@ Trust = Annotated[str | None, typer.Option(help="How much the code is trusted: h
 Template = Annotated[
     str | None, typer.Option("--template", metavar="NAME", help="A template; `carrel templates` lists them.")
 ]
+Image = Annotated[
+    str | None,
+    typer.Option(
+        "--image",
+        metavar="NAME",
+        help="An OCI image that the sandbox runs from, such as debian:12. Pulled if it is missing.",
+    ),
+]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory limit of the sandbox, such as 512m or 2g.")]
 Cpus = Annotated[float | None, typer.Option(help="CPU cores, such as 0.5 or 2.")]
 Processes = Annotated[int | None, typer.Option(help="Maximum number of processes and threads.")]
@@ -142,6 +150,7 @@ def program(words: list[str]) -> str | list[str]:
 class SandboxOptions:
     """The options of a sandbox that a command may create."""
 
+    image: str | None = None
     template: str | None = None
     provider: str | None = None
     trust: str | None = None
@@ -158,6 +167,7 @@ class SandboxOptions:
 
 
 def _sandbox_options(
+    image: Image = None,
     template: Template = None,
     provider: Provider = None,
     trust: Trust = None,
@@ -176,7 +186,7 @@ def _sandbox_options(
         "lifetime_s": lifetime,
     }
     given = {name: value for name, value in limits.items() if value is not None}
-    return SandboxOptions(template, provider, trust, network, given)
+    return SandboxOptions(image, template, provider, trust, network, given)
 
 
 def takes_sandbox_options(command: Callable[..., None]) -> Callable[..., None]:
