@@ -43,6 +43,9 @@ BENCHMARKS = {
     each.name: each
     for each in (
         Benchmark("start", "a sandbox, to the end of its first command"),
+        Benchmark(
+            "image_start", "a sandbox from an image beside one of the host's root, to the end of its first command"
+        ),
         Benchmark("burst", "100 sandboxes at once, 500 alive"),
         Benchmark("execs", "a command in a running sandbox: socket, API, SDK"),
         Benchmark("rate", "commands per second with 8 clients"),

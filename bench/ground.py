@@ -47,8 +47,9 @@ async def scratch() -> AsyncIterator[Path]:
 class Sandboxes:
     """Sandboxes directly from the namespace provider, with limits as in real use."""
 
-    def __init__(self, provider: Provider, workspaces: Path):
+    def __init__(self, provider: Provider, workspaces: Path, images: Path):
         self.provider = provider
+        self.images = images
         self._workspaces = workspaces
         self._count = 0
         self._alive: dict[str, Handle] = {}
@@ -96,12 +97,14 @@ async def sandboxes(*, spares: bool = True) -> AsyncIterator[Sandboxes]:
         run, workspaces = place / "run", place / "ws"
         run.mkdir()
         workspaces.mkdir()
-        provider = open_providers(str(run), str(workspaces), allow_process=False)["namespace"]
+        provider = open_providers(str(run), str(workspaces), allow_process=False, images=str(place / "images"))[
+            "namespace"
+        ]
         missing = provider.missing()
         if missing is not None:
             raise BenchFailed(f"the namespace provider cannot be used here: {missing}")
         zygote = None if spares else _zygote_without_spares(run, workspaces)
-        made = Sandboxes(provider, workspaces)
+        made = Sandboxes(provider, workspaces, place / "images")
         try:
             # The first start also starts the zygote; later starts do not.
             await made.remove(await made.start())

@@ -152,7 +152,8 @@ class House:
 
     def another_provider(self) -> Provider:
         """A second provider object on the same directories, as after a restart of the control plane."""
-        return open_providers(str(self.directory / "run"), str(self.directory / "ws"), allow_process=True)[self.kind]
+        run, workspaces, images = (str(self.directory / name) for name in ("run", "ws", "images"))
+        return open_providers(run, workspaces, allow_process=True, images=images)[self.kind]
 
     def workspace(self) -> Path:
         """A new, empty workspace with the owner a sandbox expects."""

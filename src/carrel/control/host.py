@@ -66,6 +66,7 @@ class HostParts:
                     allow_process=settings.sandbox.allow_process,
                     shared=shared,
                     folder_roots=settings.sandbox.folder_root_paths,
+                    images=os.path.join(layout.data_dir, "images"),
                 )
             return cls(layout, driver, storage, images, providers)
         except BaseException:

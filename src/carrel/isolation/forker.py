@@ -45,6 +45,8 @@ _AT_FORK = linux.ALL_NAMESPACES & ~linux.CLONE_NEWCGROUP
 _FORK, _FORKED = struct.Struct("=q????"), struct.Struct("=i")
 _FORK_FDS_SPACE = socket.CMSG_SPACE(8 * struct.calcsize("i"))
 _KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2] if part.isdigit())
+_AGENT = (rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
+_IMAGE_ATTRIBUTES = linux.MOUNT_ATTR_RDONLY | linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV
 _IDMAPPED_OVERLAYS = (5, 19)
 """The first kernel that can use an idmapped mount as a layer of an overlay."""
 _CLOSE_ON_EXEC = int(socket.MSG_CMSG_CLOEXEC)
@@ -89,6 +91,8 @@ class Child:
     proxy_listener: socket.socket | None = None
     network_fd: int = -1
     lifeline: int = -1
+    image_users: tuple[tuple[int, int], int] | None = None
+    """A user namespace that was made ahead for an image with this user, and its descriptor."""
     waiting: list[tuple[socket.socket, int]] = field(default_factory=list)
 
     def take_proxy_listener(self, descriptor: int) -> None:
@@ -108,6 +112,14 @@ class Child:
                 self.proxy_listener.shutdown(socket.SHUT_RDWR)
             self.proxy_listener.close()
             self.proxy_listener = None
+
+    def take_image_users(self, owner: tuple[int, int]) -> int | None:
+        """Return the user namespace that was made ahead for this user of an image, if it was; the caller closes it."""
+        if self.image_users is None or self.image_users[0] != owner:
+            return None
+        _, users = self.image_users
+        self.image_users = None
+        return users
 
     def take_memory(self, descriptors: Sequence[int]) -> None:
         """Keep the descriptors for measuring its memory: the System V segments first, then the file systems."""
@@ -165,10 +177,15 @@ class SandboxForker:
         self._requests: socket.socket | None = None
         self._forker_pid = 0
         self._opener: socket.socket | None = None
-        self._has_folders = False
+        self._images = -1
+        self._last_owner: tuple[int, int] | None = None  # the user of the last image that is not the agent's own
 
     def prepare(
-        self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({}), folder_roots: Sequence[str] = ()
+        self,
+        workspaces: str,
+        shared: Mapping[str, str] = MappingProxyType({}),
+        folder_roots: Sequence[str] = (),
+        images: str = "",
     ) -> None:
         """Move to a small file system of our own and create there what all sandboxes share. See `zygote_root.enter`."""
         self._prepared = self._supervisor.prepare()
@@ -177,12 +194,15 @@ class SandboxForker:
             self.cgroups = cgroups.Cgroups.open()
             self._program = seccomp.build(more={} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS)
             self._ids = ids.HostIds() if self._root else None
-            self._opener = zygote_root.enter(workspaces, root=self._root, shared=shared, folder_roots=folder_roots)
-            self._has_folders = bool(folder_roots)
+            self._opener = zygote_root.enter(
+                workspaces, root=self._root, shared=shared, folder_roots=folder_roots, images=images
+            )
             if not self._root:
                 self._notifications = budgets.sandbox_notifications()
             self._covers = mask_mounts.CoverFiles(sandbox.COVERS, sandbox.BASE)
             workspaces = zygote_root.WORKSPACES
+            if images:
+                self._images = os.open(zygote_root.IMAGES, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._workspaces = os.open(workspaces, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._idmap = self._ids is not None and self._can_idmap()
 
@@ -208,14 +228,14 @@ class SandboxForker:
             "cgroups_reason": self.cgroups.reason,
             "idmap": self._idmap,
             "root": self._root,
-            "folders": self._has_folders,
-            "images": self._isolate,
+            "folders": self._opener is not None,
+            "images": self._images >= 0,
         }
 
     def open_folder(self, body: dict[str, object], answers: int) -> None:
         """Have a folder of the host opened; the mount is sent to the socket `answers`."""
         if self._opener is None:
-            raise PlatformError("a sandbox without isolation has no folders or images of the host")
+            raise PlatformError("this zygote was started without folders")
         folder_opener.request(self._opener, body, answers)
 
     def held(self, child: Child) -> int:
@@ -225,8 +245,7 @@ class SandboxForker:
     def configure(self, child: Child, spec: sandbox.Spec, listener: int, *given: int) -> None:
         """Send a forked child its limits, the socket that it will listen on, and its mounts.
 
-        The other descriptors are the masks, the image, the folder and the further mounts, as far as the request names
-        them.
+        The other descriptors are the masks, the folder and the further mounts, as far as the request names them.
         """
         more = list(given)
         plan = self._mask_plan(more.pop(0), image=bool(spec.image)) if spec.masked else -1
@@ -234,20 +253,39 @@ class SandboxForker:
             own_network = spec.network != "host"
             child.watched = watchdog.WatchedSandbox(child.pid, spec.memory_mb * 1024 * 1024, own_network=own_network)
             spec = replace(spec, watched=True)
-        fds, mount = [listener], -1
+        fds, mount, image = [listener], -1, -1
         try:
             if self._isolate:
                 self.cgroups.limit(child.group, spec.memory_mb, spec.cpus)
-                images = [more.pop(0)] if spec.image else []
-                for image in images:
-                    self._map_image_owners(image, sandbox.ImageSpec(**spec.image), child)
+                image = self._image_mount(sandbox.ImageSpec(**spec.image), child) if spec.image else -1
                 self._map_owners(more, child)
                 mount = more.pop(0) if spec.folder else self._volume_mount(spec.workspace, child.pid)
-                fds += [mount, *([plan] if plan >= 0 else []), *images, *more]
+                fds += [mount, *(each for each in (plan, image) if each >= 0), *more]
             socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds)
         finally:
+            _close(image)
             if not spec.folder:
                 _close(mount)
+
+    def _image_mount(self, image: sandbox.ImageSpec, child: Child) -> int:
+        """Return a read-only mount of an image's root, which must still be the directory with that identity."""
+        if self._images < 0:
+            raise PlatformError("this zygote was started without images")
+        place = libc.open_without_links(image.root, self._images)
+        try:
+            status = os.fstat(place)
+            if (status.st_dev, status.st_ino) != tuple(image.identity):
+                raise PlatformError("the root of the image was replaced meanwhile")
+            tree = linux.open_tree("", dir_fd=place)
+        finally:
+            os.close(place)
+        try:
+            linux.set_mount_attributes(tree, _IMAGE_ATTRIBUTES, private=True)
+            self._map_image_owners(tree, image, child)
+        except OSError:
+            os.close(tree)
+            raise
+        return tree
 
     def _map_image_owners(self, tree: int, image: sandbox.ImageSpec, child: Child) -> None:
         """Show a sandbox of root the owners that files have in the image. Where the kernel or the file system cannot,
@@ -255,15 +293,21 @@ class SandboxForker:
         """
         if not self._idmap or _KERNEL < _IDMAPPED_OVERLAYS:
             return
-        if (image.uid, image.gid) == (rootfs.SANDBOX_UID, rootfs.SANDBOX_UID):
+        if image.owner == _AGENT:
             users = os.open(f"/proc/{child.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         else:
-            users = linux.user_namespace(ids.image_map(child.slot, image.uid), ids.image_map(child.slot, image.gid))
+            users = child.take_image_users(image.owner) or self._image_users(child.slot, image.owner)
+            self._last_owner = image.owner
         try:
             with suppress(OSError):
                 linux.set_mount_attributes(tree, linux.MOUNT_ATTR_IDMAP, users)
         finally:
             os.close(users)
+
+    def _image_users(self, slot: int, owner: tuple[int, int]) -> int:
+        """Return a user namespace that maps the owners of an image's files for one sandbox."""
+        uid, gid = owner
+        return linux.user_namespace(ids.image_map(slot, uid), ids.image_map(slot, gid))
 
     def _map_owners(self, trees: Sequence[int], child: Child) -> None:
         """Make the owner of each folder of the host the agent in one sandbox, and the other way round. The files of
@@ -334,6 +378,9 @@ class SandboxForker:
                 self.cgroups.remove(group)
                 raise PlatformError(f"the user ids of a sandbox could not be mapped: {error}") from error
             ours.send(b"mapped")
+            if rehearse and self._last_owner is not None:  # there is time now: the next image may have the same user
+                with suppress(OSError):
+                    child.image_users = self._last_owner, self._image_users(slot, self._last_owner)
         return child
 
     # the forker

@@ -55,34 +55,11 @@ def agent(slot: int, *, idmap: bool) -> int:
     return owner(slot) + SANDBOX_UID if idmap else SANDBOX_UID
 
 
-def renamed(wanted: int) -> list[tuple[int, int, int]]:
-    """Return a map in which the agent has the id `wanted`, and whoever had it has the agent's; all others stay.
-
-    Each entry has the first id inside, the first id of the sandbox, and a count. It only changes names: for the kernel
-    the agent stays the same user, who is not root of any namespace of the sandbox.
-    """
-    if wanted >= RANGE:
-        after = SANDBOX_UID + 1
-        return [(0, 0, SANDBOX_UID), (after, after, RANGE - after), (wanted, SANDBOX_UID, 1)]
-    low, high = sorted((wanted, SANDBOX_UID))
-    rows = [(0, 0, low), (low, high, 1), (low + 1, low + 1, high - low - 1), (high, low, 1)]
-    rows.append((high + 1, high + 1, RANGE - high - 1))
-    return [row for row in rows if row[2] > 0] if low != high else [(0, 0, RANGE)]
-
-
-def renaming_map(wanted: int, *, root: bool) -> str:
-    """Return the id map of the namespace in a sandbox in which the agent has the id `wanted`."""
-    return _text(renamed(wanted)) if root else f"{wanted} {SANDBOX_UID} 1\n"
-
-
 def image_map(slot: int, wanted: int) -> str:
-    """Return how the owners of an image's files are mapped for a sandbox of root, so that they look as in the image."""
-    first = owner(slot)
-    return _text([(inside, first + outside, count) for inside, outside, count in renamed(wanted)])
-
-
-def _text(rows: list[tuple[int, int, int]]) -> str:
-    return "".join(f"{inside} {outside} {count}\n" for inside, outside, count in rows)
+    """Return the id map for the files of an image whose user is `wanted`: that user's files are the agent's in a
+    sandbox of root, the files of others are nobody's.
+    """
+    return f"{wanted} {owner(slot) + SANDBOX_UID} 1\n"
 
 
 def maps(slot: int, *, root: bool, idmap: bool) -> str:

@@ -5,6 +5,7 @@ The callers are single-threaded processes between a fork and a pivot_root.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import platform
@@ -13,7 +14,6 @@ import signal
 import socket
 import struct
 from collections.abc import Callable
-from contextlib import suppress
 
 from carrel.primitives import kernel_files, libc
 
@@ -93,11 +93,6 @@ def unshare(flags: int) -> None:
     libc.call("unshare", flags)
 
 
-def enter_user_namespace(namespace_fd: int) -> None:
-    """Enter a user namespace that this process has made, with every capability over it."""
-    libc.call("setns", namespace_fd, CLONE_NEWUSER)
-
-
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     data = None if options is None else options.encode()
     fstype = None if kind is None else kind.encode()
@@ -153,9 +148,13 @@ def set_mount_attributes(
 
 def drop_bounding_set() -> None:
     """Drop all capabilities from the bounding set, so that no exec can bring one back."""
-    with suppress(OSError):  # from the first number on that the kernel does not know
-        for capability in range(64):
+    for capability in range(64):
+        try:
             libc.prctl(PR_CAPBSET_DROP, capability)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return  # the first number that the kernel does not know
 
 
 def drop_capabilities() -> None:

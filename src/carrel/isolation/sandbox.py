@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from carrel.isolation import budgets, folder_mounts, ids, image_root, landlock, linux, mask_mounts, rootfs, seccomp
+from carrel.isolation import budgets, folder_mounts, image_root, landlock, linux, mask_mounts, rootfs, seccomp
 from carrel.primitives import libc
+from carrel.primitives.kernel_files import write
 
 BASE = "/base"
 COVERS = "/covers"
@@ -33,13 +34,22 @@ MEMORY = b"memory"
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """How a sandbox uses its image: its user there, variables, and where a command starts that names no directory."""
+    """An image, by the path of its root in the directory of all images, and how a sandbox uses it: its user there,
+    variables, and where a command starts that names no directory.
+    """
 
+    root: str
+    identity: Sequence[int]
     uid: int
     gid: int
     user: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     working_directory: str = ""
+
+    @property
+    def owner(self) -> tuple[int, int]:
+        """The user and group of the agent in the image."""
+        return self.uid, self.gid
 
     @property
     def path(self) -> list[str]:
@@ -68,7 +78,7 @@ class Spec:
     mounts: list[str] = field(default_factory=list)
     """Where further mounts belong, whose descriptors come last, in this order: the home, and what is read-only."""
     image: dict[str, Any] = field(default_factory=dict)
-    """The fields of `ImageSpec`, if the sandbox runs from an image. Then the image's mount comes as a descriptor."""
+    """The fields of `ImageSpec`, if the sandbox runs from an image."""
 
 
 @dataclass
@@ -185,15 +195,13 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
     folder_mounts.show_workspace(spec.folder)
     if spec.watched and spec.network != "host":
         budgets.limit_tcp_buffers()
-    uid = gid = rootfs.SANDBOX_UID
-    if image is not None and (image.uid, image.gid) != (uid, gid):
-        uid, gid = image.uid, image.gid
-        _rename_agent(uid, gid, root=root)
     _limit(spec)
     linux.drop_bounding_set()
     if root:
-        os.setresgid(gid, gid, gid)
-        os.setresuid(uid, uid, uid)
+        os.setresgid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
+        os.setresuid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
+    if image is not None and image.owner != (rootfs.SANDBOX_UID, rootfs.SANDBOX_UID):
+        _rename_agent(*image.owner)
     linux.drop_capabilities()
     libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
@@ -204,14 +212,18 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
         raise OSError(f"the image's working directory {image.working_directory[:200]} is not a directory in it")
 
 
-def _rename_agent(uid: int, gid: int, *, root: bool) -> None:
-    """Enter a user namespace in which the agent has these ids. It has no other namespace, so its root rules nothing."""
-    libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of the child's files in /proc follows it
-    users = linux.user_namespace(ids.renaming_map(uid, root=root), ids.renaming_map(gid, root=root))
-    try:
-        linux.enter_user_namespace(users)
-    finally:
-        os.close(users)
+def _rename_agent(uid: int, gid: int) -> None:
+    """Enter a user namespace in which the agent has these ids, and nobody else has any.
+
+    That only changes names. For the kernel the agent stays the same ordinary user, who owns no other namespace: so its
+    root, even without the limits that follow, could do nothing that the agent could not.
+    """
+    libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of /proc/self follows it
+    linux.unshare(linux.CLONE_NEWUSER)
+    write("/proc/self/setgroups", "deny")
+    write("/proc/self/uid_map", f"{uid} {rootfs.SANDBOX_UID} 1\n")
+    write("/proc/self/gid_map", f"{gid} {rootfs.SANDBOX_UID} 1\n")
+    linux.drop_bounding_set()  # every user namespace begins with all of it
 
 
 def receive(orders: socket.socket) -> tuple[Spec, list[int]]:

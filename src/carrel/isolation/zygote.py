@@ -59,10 +59,14 @@ class Zygote:
         self._shared: list[str] = []
 
     def prepare(
-        self, workspaces: str, shared: Mapping[str, str] = MappingProxyType({}), folder_roots: Sequence[str] = ()
+        self,
+        workspaces: str,
+        shared: Mapping[str, str] = MappingProxyType({}),
+        folder_roots: Sequence[str] = (),
+        images: str = "",
     ) -> None:
         """Prepare for the first fork. See `zygote_root.enter`."""
-        self._forker.prepare(workspaces, shared, folder_roots)
+        self._forker.prepare(workspaces, shared, folder_roots, images)
         self._shared = sorted(shared)
 
     def describe(self) -> dict[str, Any]:
@@ -230,7 +234,7 @@ class Zygote:
                 raise PlatformError("the zygote is stopping")
             if op == "start":
                 spec = sandbox.Spec(**body)
-                if len(fds) != 1 + spec.masked + bool(spec.image) + bool(spec.folder) + len(spec.mounts):
+                if len(fds) != 1 + spec.masked + bool(spec.folder) + len(spec.mounts):
                     raise PlatformError("a start request carries one listening socket, and its masks if it has any")
                 self._start(connection, seq, spec, fds)
             elif op == "folder":
@@ -425,6 +429,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--supervisor", required=True, help="module that has `main` and `warm`")
     parser.add_argument("--share", action="append", default=[], help="PATH=SOURCE: seen read-only in every sandbox")
     parser.add_argument("--folder-root", action="append", default=[], help="folders below it may be workspaces")
+    parser.add_argument("--images", default="", help="roots of images are below it")
     parser.add_argument("--plain", action="store_true", help="fork without any isolation")
     options = parser.parse_args(arguments)
     # asyncio imports TLS if it can; no sandbox needs it, and it would cost every fork memory.
@@ -435,7 +440,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         supervisor.warm()
         shared = dict(each.split("=", 1) for each in options.share)
-        zygote.prepare(options.workspaces, shared, options.folder_root)
+        zygote.prepare(options.workspaces, shared, options.folder_root, options.images)
     except (OSError, CarrelError) as error:
         # The first connection gets the reason.
         connection, _ = listener.accept()

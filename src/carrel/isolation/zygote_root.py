@@ -1,4 +1,4 @@
-"""The zygote's mount namespace, with the base root, workspaces, `/proc` and the covers of masks.
+"""The zygote's mount namespace, with the base root, workspaces, images, `/proc` and the covers of masks.
 
 Each sandbox starts as a copy of it, so it is small for speed, and has no other files of the host for safety.
 """
@@ -16,6 +16,7 @@ from carrel.isolation.sandbox import BASE, COVERS
 from carrel.primitives.kernel_files import write
 
 WORKSPACES = "/workspaces"
+IMAGES = "/images"
 _STAGE = "/tmp"  # only a mount point, in a namespace of our own
 
 
@@ -25,31 +26,39 @@ def enter(
     root: bool,
     shared: Mapping[str, str] = MappingProxyType({}),
     folder_roots: Sequence[str] = (),
-) -> socket.socket:
+    images: str = "",
+) -> socket.socket | None:
     """Move this process there for good. An ordinary user's process first becomes root of its own user namespace.
 
     `shared` maps paths of the base root to directories or files of the host that are mounted there, read-only. What is
     added to such a directory later appears in every sandbox at once.
 
-    Sandboxes may work on folders below `folder_roots`. Returns the socket of the process that opens images and folders.
+    Sandboxes may work on folders below `folder_roots`. Then this returns the socket of the process that opens them.
+    They may run from images whose roots are below the directory `images`, if it is given; it is made if it is missing.
     """
+    opener = None
     links = rootfs.host_links()
     uid, gid = os.geteuid(), os.getegid()
     if root:
-        opener = folder_opener.start(lambda: None)
+        if folder_roots:
+            opener = folder_opener.start(lambda: None)
         linux.unshare(linux.CLONE_NEWNS)
     else:
         budgets.enter_user_namespace(linux.CLONE_NEWNS | linux.CLONE_NEWUSER)
         write("/proc/self/setgroups", "deny")
         write("/proc/self/uid_map", f"0 {uid} 1\n")
         write("/proc/self/gid_map", f"0 {gid} 1\n")
-        opener = folder_opener.start(lambda: linux.unshare(linux.CLONE_NEWNS))
+        if folder_roots:
+            opener = folder_opener.start(lambda: linux.unshare(linux.CLONE_NEWNS))
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     # Opened before `_STAGE` is covered: they may be below it.
-    tree = linux.open_tree(workspaces)
+    trees = {WORKSPACES: linux.open_tree(workspaces)}
+    if images:
+        os.makedirs(images, 0o700, exist_ok=True)
+        trees[IMAGES] = linux.open_tree(images)
     views = {target: linux.open_tree(source) for target, source in shared.items()}
     linux.mount("tmpfs", _STAGE, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
-    for name in (BASE, COVERS, "/proc", WORKSPACES):
+    for name in (BASE, COVERS, "/proc", *trees):
         os.mkdir(_STAGE + name, 0o755)
     base = _STAGE + BASE
     linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
@@ -64,8 +73,9 @@ def enter(
     rootfs.make_read_only(base)
     # A complete /proc must stay visible, or the kernel does not let a sandbox mount its own.
     linux.mount("/proc", f"{_STAGE}/proc", None, linux.MS_BIND | linux.MS_REC)
-    linux.move_mount(tree, _STAGE + WORKSPACES)
-    os.close(tree)
+    for target, tree in trees.items():
+        linux.move_mount(tree, _STAGE + target)
+        os.close(tree)
     linux.pivot_into(_STAGE)
     return opener
 

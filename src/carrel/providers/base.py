@@ -71,7 +71,8 @@ class FolderMounts:
 
 @dataclass(frozen=True, slots=True)
 class RootImage:
-    """An image that a sandbox runs from: a directory of the host with the image's files, which no sandbox changes.
+    """An image that a sandbox runs from: a directory with the image's files, which no sandbox changes. It is below the
+    provider's directory of images.
 
     `environment` holds beneath carrel's own variables and those of `Launch.env`. `working_directory` is where a command
     starts that names no directory; empty means the workspace. `user` is `USER` of the image, as it is written there: a

@@ -29,14 +29,15 @@ def open_providers(
     shared: Mapping[str, str] = MappingProxyType({}),
     zygote: ZygoteClient | None = None,
     folder_roots: Sequence[str] = (),
+    images: str = "",
 ) -> dict[str, Provider]:
     """Return the providers of this host, strongest first; the process provider only if the operator allows it.
 
     `shared` maps paths in every isolated sandbox to what is mounted there from the host. `zygote` is an optional
     client, with the same paths, whose namespace zygote is being started already. Folders below `folder_roots` can be
-    workspaces.
+    workspaces. The roots of images are below the directory `images`; without it, no sandbox runs from an image.
     """
-    providers: list[Provider] = [NamespaceProvider(run_dir, workspaces, shared, zygote, folder_roots)]
+    providers: list[Provider] = [NamespaceProvider(run_dir, workspaces, shared, zygote, folder_roots, images)]
     if allow_process:
         providers.append(ProcessProvider(run_dir, workspaces))
     return {provider.name: provider for provider in providers}

@@ -41,8 +41,9 @@ class NamespaceProvider(ZygoteProvider):
         shared: Mapping[str, str] = MappingProxyType({}),
         zygote: ZygoteClient | None = None,
         folder_roots: Sequence[str] = (),
+        images: str = "",
     ):
-        super().__init__(run_dir, workspaces, shared, zygote, folder_roots)
+        super().__init__(run_dir, workspaces, shared, zygote, folder_roots, images)
         self._has_folders = bool(folder_roots)
         self._shares_environments = ENVIRONMENTS in shared
         self._bridges = Bridges()
@@ -77,7 +78,7 @@ class NamespaceProvider(ZygoteProvider):
             promised.add(Capability.ENVIRONMENTS)
         if self._has_folders and (not zygote or zygote.get("folders")):
             promised.add(Capability.FOLDERS)
-        if self._host.overlays and (not zygote or zygote.get("images")):
+        if self._images and self._host.overlays and (not zygote or zygote.get("images")):
             promised.add(Capability.IMAGES)
         if self._host.bridges:
             promised.add(Capability.NETWORK_BRIDGE)

@@ -11,14 +11,16 @@ from typing import Any
 
 from carrel.errors import PlatformError
 from carrel.isolation import cgroups, image_user, masks
+from carrel.isolation.image_user import ImageUser
 from carrel.models import Network
+from carrel.primitives.cache import Cache
 from carrel.primitives.channel import close_all
-from carrel.primitives.trees import Identity
 from carrel.providers import foreign_processes
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
 from carrel.providers.zygotes import ZygoteClient
 
 LONGEST_SOCKET_PATH = 107
+USERS_REMEMBERED = 1024
 
 
 class ZygoteProvider(Provider):
@@ -33,11 +35,14 @@ class ZygoteProvider(Provider):
         shared: Mapping[str, str] = MappingProxyType({}),
         zygote: ZygoteClient | None = None,
         folder_roots: Sequence[str] = (),
+        images: str = "",
     ):
         """`zygote` is an optional client, with the same paths, whose zygote is being started already."""
         self._run_dir = run_dir
+        self._images = images
+        self._users: Cache[tuple[str, str], ImageUser] = Cache(USERS_REMEMBERED)
         self._zygote = zygote or ZygoteClient(
-            run_dir, workspaces, plain=self.plain, shared=shared, folder_roots=folder_roots
+            run_dir, workspaces, plain=self.plain, shared=shared, folder_roots=folder_roots, images=images
         )
 
     async def warm(self) -> None:
@@ -56,7 +61,7 @@ class ZygoteProvider(Provider):
             )
         self.require(NETWORK_CAPABILITY[launch.network])
         image = await self._image_fields(launch)
-        mounts = await self._open_mounts(launch)
+        mounts = await self._open_folders(launch)
         try:
             packed = self._pack(launch)
         except BaseException:
@@ -125,21 +130,34 @@ class ZygoteProvider(Provider):
         if (image := launch.image) is None:
             return {}
         self.require(Capability.IMAGES)
-        user = await asyncio.to_thread(image_user.find, image.directory, image.user)
-        fields = {"environment": dict(image.environment), "working_directory": image.working_directory}
-        return {"image": {"uid": user.uid, "gid": user.gid, "user": user.name, **fields}}
+        place = os.path.relpath(image.directory, self._images)
+        if place.startswith(".."):
+            raise PlatformError(f"the image {image.directory} is not below {self._images}")
+        key = image.directory, image.user  # the root of an image never changes
+        user = self._users.get(key)
+        if user is None:
+            user = await asyncio.to_thread(image_user.find, *key)
+            self._users.put(key, user)
+        return {
+            "image": {
+                "root": place,
+                "identity": image.identity,
+                "uid": user.uid,
+                "gid": user.gid,
+                "user": user.name,
+                "environment": dict(image.environment),
+                "working_directory": image.working_directory,
+            }
+        }
 
-    async def _open_mounts(self, launch: Launch) -> list[int]:
-        """Return the mounts of the image, the folder, the home and what is read-only, in this order."""
-        mounts: list[tuple[str, Identity, bool]] = []
-        if launch.image is not None:
-            mounts.append((launch.image.directory, launch.image.identity, True))
-        if launch.folder is not None:
-            self.require(Capability.FOLDERS)
-            own = (launch.folder.folder, launch.folder.home)
-            mounts += [(each.source, each.identity, False) for each in own]
-            mounts += [(each.source, each.identity, True) for each in launch.folder.read_only]
-        return await self._zygote.open_mounts(mounts) if mounts else []
+    async def _open_folders(self, launch: Launch) -> list[int]:
+        """Return the mounts of the folder, the home and what is read-only, in this order."""
+        if launch.folder is None:
+            return []
+        self.require(Capability.FOLDERS)
+        mounts = [(launch.folder.folder, False), (launch.folder.home, False)]
+        mounts += [(mount, True) for mount in launch.folder.read_only]
+        return await self._zygote.open_mounts([(each.source, each.identity, only) for each, only in mounts])
 
     def _pack(self, launch: Launch) -> tuple[int, ...]:
         """Return the masks as a descriptor, if there are any."""

@@ -34,6 +34,7 @@ class ZygoteClient:
         plain: bool,
         shared: Mapping[str, str] = MappingProxyType({}),
         folder_roots: Sequence[str] = (),
+        images: str = "",
     ):
         self._name = "plain" if plain else "namespace"
         self._path = os.path.join(run_dir, f"zygote-{self._name}.sock")
@@ -42,6 +43,7 @@ class ZygoteClient:
         self._plain = plain
         self._shared = dict(shared)
         self._folder_roots = tuple(folder_roots)
+        self._images = images
         self._channel: Channel | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._seq = 0
@@ -162,6 +164,8 @@ class ZygoteClient:
             arguments += ["--share", f"{target}={source}"]
         for root in self._folder_roots:
             arguments += ["--folder-root", root]
+        if self._images:
+            arguments += ["--images", self._images]
         passed_on = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
         environment = {name: os.environ[name] for name in passed_on if name in os.environ}
         environment |= {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "1"}

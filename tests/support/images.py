@@ -1,0 +1,83 @@
+"""Roots of images, made from nothing or from files of this host."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from carrel.isolation import refusing_program
+from carrel.providers.base import RootImage
+
+HELLO = "/bin/hello"
+PROGRAMS = (
+    "awk base64 bash cat chmod chown cp curl cut date dd df echo env false find git grep head id ln ls mkdir mkfifo mknod "
+    "mount mv nice nohup printf ps readlink rm rmdir sed seq setsid sh sleep sort stat stty tail tee test touch tr true "
+    "umount uname unshare wc which whoami xargs"
+).split()  # noqa: SIM905
+_LIBRARY = re.compile(r"(/\S+) \(0x")
+
+
+def image(root: Path, **more: object) -> RootImage:
+    """The image of a root."""
+    status = root.stat()
+    return RootImage(str(root), (status.st_dev, status.st_ino), **more)  # type: ignore[arg-type]
+
+
+def empty(root: Path) -> None:
+    """A root without anything."""
+    root.mkdir(parents=True)
+
+
+def static(root: Path) -> None:
+    """A root with one program that needs no library: it writes `hello` to standard error and ends with 126."""
+    place = root / HELLO[1:]
+    place.parent.mkdir(parents=True)
+    place.write_bytes(refusing_program.image(b"hello\n"))
+    place.chmod(0o755)
+
+
+def debian(root: Path, *, python: bool = True, programs: Iterable[str] = PROGRAMS) -> None:
+    """A small Debian, copied from this host: a shell, programs, Python with its standard library."""
+    for name in ("etc", "usr/bin", "usr/lib", "root", "var/tmp", "home/other"):
+        (root / name).mkdir(parents=True)
+    (root / "root").chmod(0o700)
+    for name in ("bin", "lib"):
+        (root / name).symlink_to(f"usr/{name}")
+    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nworker:x:1234:55:w:/home/other:/bin/sh\n")
+    (root / "etc/group").write_text("root:x:0:\nstaff:x:50:\nworkers:x:55:\n")
+    (root / "etc/os-release").write_text("ID=copied\n")
+    files = [os.path.realpath(found) for name in programs if (found := shutil.which(name))]
+    links = {found: os.path.realpath(found) for name in programs if (found := shutil.which(name))}
+    if python:
+        links |= {"/usr/bin/python3": os.path.realpath("/usr/bin/python3")}
+        files.append(os.path.realpath("/usr/bin/python3"))
+        version = os.path.basename(os.path.realpath("/usr/bin/python3"))
+        unwanted = shutil.ignore_patterns("test", "__pycache__", "idlelib", "tkinter", "ensurepip", "config-*")
+        shutil.copytree(f"/usr/lib/{version}", root / f"usr/lib/{version}", ignore=unwanted, symlinks=True)
+        files += [str(path) for path in Path(f"/usr/lib/{version}/lib-dynload").glob("*.so")]
+    for file in files:
+        if file.startswith(f"/usr/lib/{'python'}"):
+            continue
+        _copy(root, file)
+    for link, target in links.items():
+        place = root / "usr/bin" / os.path.basename(link)
+        if not place.exists():
+            place.symlink_to(target)
+    for library in _libraries(files):
+        _copy(root, library)
+
+
+def _libraries(files: list[str]) -> set[str]:
+    done = subprocess.run(["ldd", *files], capture_output=True, text=True, check=False)
+    return set(_LIBRARY.findall(done.stdout))
+
+
+def _copy(root: Path, file: str) -> None:
+    place = root / file[1:]
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.exists():
+        shutil.copy(file, place)
