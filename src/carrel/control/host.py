@@ -66,7 +66,7 @@ class HostParts:
                     allow_process=settings.sandbox.allow_process,
                     shared=shared,
                     folder_roots=settings.sandbox.folder_root_paths,
-                    images=os.path.join(layout.data_dir, "images"),
+                    images=images.directory,
                 )
             return cls(layout, driver, storage, images, providers)
         except BaseException:
