@@ -232,13 +232,18 @@ async def local_sandbox(
     network: str | None = None,
     template: str | None = None,
     image: str | None = None,
+    start_in: str | None = None,
     limits: Mapping[str, float | None] | None = None,
 ) -> AsyncIterator[LocalSandbox | None]:
     """Yield a new sandbox that is removed afterwards, or None when the request needs a server.
 
     `flags` are settings that override those of `carrel.toml` and the environment.
     """
-    if (template or image) is not None or network not in {None, "none"} or (provider or "auto") not in _PROVIDERS:
+    if (
+        (template or image or start_in) is not None
+        or network not in {None, "none"}
+        or (provider or "auto") not in _PROVIDERS
+    ):
         yield None
         return
     async with AsyncExitStack() as stack:

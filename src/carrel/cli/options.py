@@ -156,6 +156,7 @@ class SandboxOptions:
     trust: str | None = None
     network: str | None = None
     limits: dict[str, float] = field(default_factory=dict)
+    start_in: str | None = None
 
     def __bool__(self) -> bool:
         """Whether any option was given."""

@@ -15,7 +15,7 @@ from carrel.cli.connecting import note_created
 from carrel.cli.failures import Terminated
 from carrel.cli.progress import pulling
 from carrel.client.locate import local_server
-from carrel.errors import NotFound, ServerUnreachable
+from carrel.errors import InvalidRequest, NotFound, ServerUnreachable
 
 if TYPE_CHECKING:
     from carrel.cli.options import SandboxOptions
@@ -93,6 +93,17 @@ async def one_command_sandbox(
                 return
     async with ephemeral_sandbox(sandbox, keep=keep) as box:
         yield box
+
+
+async def image_command(box: AsyncSandbox | LocalSandbox) -> list[str]:
+    """Return the entry point of the sandbox's image with its arguments."""
+    from carrel.client import AsyncSandbox
+
+    image = await box.image() if isinstance(box, AsyncSandbox) else None
+    words = [] if image is None else [*image.entry_point, *image.command]
+    if not words:
+        raise InvalidRequest("the image has no command", field="COMMAND", hint="name one after --")
+    return words
 
 
 @asynccontextmanager
