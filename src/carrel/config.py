@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 
 from carrel.errors import InvalidRequest, UnknownSetting
 from carrel.models import Network, TemplateName
-from carrel.models.sandboxes import Cpus, DiskMb, MemoryMb, Processes, TimeoutS
+from carrel.models.images import ImageName
+from carrel.models.sandboxes import Cpus, DiskMb, LifetimeS, MemoryMb, Processes, TimeoutS
 
 PREFIX = "CARREL_"
 CONFIG_ENV = "CARREL_CONFIG"
@@ -65,6 +66,11 @@ class SandboxSettings(_Group):
     idle_stop_s: float = Field(
         default=3600.0, gt=0, description="seconds without an operation or a running command until a sandbox is stopped"
     )
+    lifetime_s: LifetimeS | None = Field(
+        default=None,
+        description="longest time from the start of a sandbox until it ends, whatever runs in it; its files are saved "
+        "as after any stop. By default a sandbox may run for ever",
+    )
     workspace_ttl_days: Annotated[float, Field(ge=0, le=MAX_DAYS)] | None = Field(
         default=None,
         description="days without use until the workspace of a stopped or terminated sandbox is deleted, with the "
@@ -78,6 +84,11 @@ class SandboxSettings(_Group):
         default=False, description="sync workspaces with the filespace of their context, unless requested otherwise"
     )
     template: TemplateName | None = Field(default=None, description="the template of sandboxes that request none")
+    image: ImageName | None = Field(
+        default=None,
+        description="the OCI image of sandboxes that request none, such as `debian:12`; by default they have the "
+        "host's own root",
+    )
     allow_process: bool = Field(
         default=False, description="let callers choose the `process` provider, which does not isolate"
     )
@@ -225,9 +236,13 @@ class ImageSettings(_Group):
     registry: str = Field(
         default="docker.io", min_length=1, max_length=255, description="the registry of images that name none"
     )
+    directory: str | None = Field(
+        default=None, min_length=1, description="where images are stored; by default `images` in `data_dir`"
+    )
     registries: str = Field(
         default="",
-        description="the registries that images may come from, for example `docker.io,ghcr.io`; by default all",
+        description="the registries that images may come from, for example `docker.io,ghcr.io`; by default all for "
+        "administrators, and `images.registry` for others",
     )
     plain_http: str = Field(
         default="", description="registries that are reached without TLS, for example `localhost:5000`"
@@ -340,6 +355,13 @@ class Settings(_Group):
         description="storage of workspaces: `btrfs` has kernel quotas and instant snapshots and needs root; "
         "`auto` uses it if possible",
     )
+    volumes_mb: DiskMb = Field(
+        default=8192,
+        description="first size of the `btrfs` volume, a sparse file; it doubles whenever it is more than 80 % full",
+    )
+    volumes_max_mb: Annotated[int, Field(ge=128, le=1 << 30)] = Field(
+        default=1_048_576, description="largest size of the `btrfs` volume; an existing one is never made smaller"
+    )
     templates_dir: str | None = Field(
         default=None,
         min_length=1,
@@ -382,6 +404,13 @@ class Settings(_Group):
     router: RouterSettings = Field(default_factory=RouterSettings)
     mcp: McpSettings = Field(default_factory=McpSettings)
     checkpoints: CheckpointSettings = Field(default_factory=CheckpointSettings)
+
+    @field_validator("volumes_max_mb")
+    @classmethod
+    def _not_below_the_first_size(cls, value: int, info: ValidationInfo) -> int:
+        if value < info.data.get("volumes_mb", 0):
+            raise ValueError(f"it is below the first size, volumes_mb = {info.data['volumes_mb']}")
+        return value
 
     @field_validator("data_dir")
     @classmethod

@@ -55,6 +55,7 @@ class Template:
             name=self.name,
             description=recipe.description,
             provider=recipe.provider,
+            image=recipe.image,
             network=recipe.network,
             limits=recipe.limits,
             env=sorted(recipe.env),
@@ -77,6 +78,8 @@ class Template:
         }
         if request.provider == "auto" and recipe.provider is not None:
             changes["provider"] = recipe.provider
+        if request.image is None:
+            changes["image"] = recipe.image
         if request.network is None:
             changes["network"] = recipe.network
         return request.model_copy(update=changes)
