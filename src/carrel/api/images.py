@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import Annotated, Any
 
+from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,10 +15,10 @@ from carrel.api.guard import GuardedRouter
 from carrel.api.parameters import Path, Query
 from carrel.api.parts import NDJSON, ClosingStream, Plane, Who, as_json, streamed_body
 from carrel.api.problems import UNEXPECTED
-from carrel.control.images.images import Say
-from carrel.errors import CarrelError
+from carrel.errors import CarrelError, InvalidRequest
 from carrel.models import operations as op
 from carrel.models.images import (
+    ImageBuild,
     ImageDetails,
     ImageEvent,
     ImageInfo,
@@ -75,6 +76,35 @@ async def import_image(
     return as_json(await plane.images.import_archive(caller, streamed_body(request), image))
 
 
+@router.operation(
+    op.BUILD_IMAGE,
+    "Build an image",
+    _ANSWER,
+    404,
+    409,
+    413,
+    422,
+    openapi_extra={"requestBody": {"required": True, "content": _TAR}},
+)
+async def build_image(
+    plane: Plane,
+    caller: Who,
+    request: Request,
+    options: Annotated[str, Query(max_length=100_000, description="the fields of `ImageBuild`, as JSON")] = "{}",
+) -> Response:
+    """The body is a tar file of the build context. The answer is the log, a JSON object per line; the last has the
+    image.
+    """
+    try:
+        wanted = ImageBuild.model_validate_json(options)
+    except ValidationError as error:
+        raise InvalidRequest(
+            f"the options of the build are not valid: {error.errors()[0]['msg']}", field="options"
+        ) from None
+    lines = _lines(lambda say: plane.image_builds.build(caller, wanted, streamed_body(request), say))
+    return ClosingStream(lines, media_type=NDJSON, headers={"cache-control": "no-store"})
+
+
 @router.operation(op.GET_IMAGE, "One image", ImageDetails, 404)
 async def get_image(image: Name, plane: Plane, caller: Who) -> Response:
     """By its reference, or by its digest or the beginning of it."""
@@ -88,13 +118,13 @@ async def delete_image(image: Name, plane: Plane, caller: Who) -> Response:
     return Response(status_code=204)
 
 
-async def _lines(work: Callable[[Say], Awaitable[ImageInfo]]) -> AsyncIterator[bytes]:
-    """Yield the progress as it comes. A caller that disconnects does not wait for the pull any more."""
+async def _lines(work: Callable[[Callable[[ImageProgress | str], None]], Awaitable[ImageInfo]]) -> AsyncIterator[bytes]:
+    """Yield progress and log as they come. A caller that disconnects does not wait for the end any more."""
     said: asyncio.Queue[ImageEvent | None] = asyncio.Queue()
 
-    def say(progress: ImageProgress) -> None:
+    def say(each: ImageProgress | str) -> None:
         if said.qsize() < _MOST_LINES:
-            said.put_nowait(ImageEvent(progress=progress))
+            said.put_nowait(ImageEvent(line=each) if isinstance(each, str) else ImageEvent(progress=each))
 
     async def run() -> None:
         try:

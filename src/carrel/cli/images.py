@@ -60,6 +60,48 @@ def import_archive(
     _print_digest(found, json)
 
 
+@app.command("build")
+def build(
+    directory: Annotated[str, typer.Argument(metavar="DIRECTORY", help="The build context.")] = ".",
+    name: Annotated[str | None, typer.Option("--tag", "-t", metavar="NAME", help="The name of the image.")] = None,
+    file: Annotated[
+        str, typer.Option("--file", "-f", metavar="PATH", help="Its Dockerfile, in the context.")
+    ] = "Dockerfile",
+    target: Annotated[
+        str, typer.Option("--target", metavar="STAGE", help="The stage to build. Default: the last.")
+    ] = "",
+    build_arg: Annotated[
+        list[str] | None, typer.Option("--build-arg", metavar="NAME=VALUE", help="The value of an ARG line.")
+    ] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Run every RUN line again.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Build an image from a Dockerfile, without Docker. Shows the log, and prints the digest. For administrators.
+
+    Each RUN line runs in a sandbox of its own, with the network that the server's policy allows.
+
+    \b
+    carrel image build -t service:1 .
+    carrel image build -t service:1 -f deploy/Dockerfile --build-arg VERSION=3 .
+    """
+    given: dict[str, str] = {}
+    for each in build_arg or []:
+        key, sign, value = each.partition("=")
+        if not sign:
+            raise typer.BadParameter(f"'{each}' is not NAME=VALUE", param_hint="--build-arg")
+        given[key] = value
+    path = (
+        os.path.relpath(file, directory)
+        if os.path.exists(file) and not os.path.exists(os.path.join(directory, file))
+        else file
+    )
+    with connected() as client:
+        info = client.images.build(
+            directory, name=name, dockerfile=path, target=target, build_args=given, no_cache=no_cache, log=note
+        )
+    _print_digest([info], json)
+
+
 @app.command("ls")
 def ls(json: options.Json = False) -> None:
     """List the images of the server, the last used first.

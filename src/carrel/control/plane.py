@@ -21,6 +21,7 @@ from carrel.control.governance.policy_attachments import PolicyLimits, PolicyMas
 from carrel.control.governance.policy_changes import PolicyChanges
 from carrel.control.governance.webhooks import Webhook
 from carrel.control.host import HostParts
+from carrel.control.images.building import ImageBuilds
 from carrel.control.images.images import Images
 from carrel.control.images.sandbox_image import SandboxImage
 from carrel.control.mcp.catalogue import McpDiscovery
@@ -231,6 +232,15 @@ class ControlPlane:
         self.sessions = sessions = Sessions(starting, store, workspaces, leases, live, providers, attachments)
         # Packages are made by commands of carrel's own, and the commands of callers may wait for packages.
         self.own_operations = own = OwnOperations(sessions, admission, values, policies.longest)
+        self.image_builds = ImageBuilds(
+            images,
+            host.images,
+            sessions,
+            own,
+            admission,
+            largest_mb=settings.images.layer_max_mb,
+            timeout_s=settings.images.build_timeout_s,
+        )
         envs = settings.envs
         builder = Builder(sessions, own, host.storage, largest_mb=envs.largest_mb, timeout_s=envs.build_timeout_s)
         self.environments = environments = Environments(

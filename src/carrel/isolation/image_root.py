@@ -12,7 +12,10 @@ import os
 
 from carrel.isolation import linux, rootfs
 
-IMAGE, MERGED = "/image", "/merged"
+IMAGE, MERGED, CHANGES = "/image", "/merged", "/changes"
+UPPER = "upper"
+"""The directory of a writable root's changes, in the volume of the sandbox."""
+_WORK, _FILES = "work", "files"
 TOP, TRUST, BOTTOM = "/layers/top", "/layers/trust", "/layers/bottom"
 CERTIFICATES = f"{rootfs.SECRETS}/carrel-ca.pem"
 BUNDLES = (
@@ -51,21 +54,41 @@ def make_layers(stage: str, names: list[str]) -> None:
     """Make what goes around every image, below `stage`. `names` are further directories in the root, for mounts."""
     os.mkdir(stage + IMAGE, 0o755)
     os.mkdir(stage + MERGED, 0o755)
+    os.mkdir(stage + CHANGES, 0o755)
     more = tuple(rootfs.EmptyDirectory(f"/{name}") for name in names)
     for layer, plan in {TOP: (*_TOP_PLAN, *more), TRUST: _TRUST_PLAN, BOTTOM: _BOTTOM_PLAN}.items():
         os.makedirs(stage + layer, 0o755)
         rootfs.apply_plan(plan, stage + layer)
 
 
-def mount(image: int, base: str, *, trust: bool) -> str:
+def keep_changes(volume: int, owner: int | None) -> int:
+    """Divide the volume of a sandbox whose root is writable: one part for the changes of the root, one for its files.
+
+    Returns a mount of the files. `owner` is who owns the root in the image; None if all files have one owner anyway.
+    """
+    linux.move_mount(volume, CHANGES)
+    for name in (UPPER, _WORK, _FILES):
+        os.mkdir(f"{CHANGES}/{name}", 0o755)
+    if owner is not None:
+        os.chown(f"{CHANGES}/{UPPER}", owner, owner)
+        os.chown(f"{CHANGES}/{_FILES}", rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
+    return linux.open_tree(f"{CHANGES}/{_FILES}")
+
+
+def mount(image: int, base: str, *, trust: bool, writable: bool = False) -> str:
     """Mount the root of a sandbox from the descriptor of its image; return where. Called in the new sandbox.
 
-    With `trust`, the usual certificate files lead to those of the proxy.
+    With `trust`, the usual certificate files lead to those of the proxy. The changes of a `writable` root go where
+    `keep_changes` made room for them.
     """
     linux.move_mount(image, IMAGE)
     layers = ":".join((*([TRUST] if trust else []), TOP, IMAGE, BOTTOM))
-    flags = linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV
-    linux.mount("overlay", MERGED, "overlay", flags, f"lowerdir={layers}")
+    flags, options = linux.MS_NOSUID | linux.MS_NODEV, f"lowerdir={layers}"
+    if writable:
+        options += f",upperdir={CHANGES}/{UPPER},workdir={CHANGES}/{_WORK},userxattr"
+    else:
+        flags |= linux.MS_RDONLY
+    linux.mount("overlay", MERGED, "overlay", flags, options)
     for path in _SHARED:
         tree = linux.open_tree(base + path, recursive=True)
         try:

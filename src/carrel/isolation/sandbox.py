@@ -45,6 +45,8 @@ class ImageSpec:
     user: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     working_directory: str = ""
+    writable: bool = False
+    """Whether the root can be changed. The changes are kept in the volume of the sandbox."""
 
     @property
     def owner(self) -> tuple[int, int]:
@@ -182,7 +184,12 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
     workspace_fd, *more = fds
     plan_fd = more.pop(0) if spec.masked else -1
     image = ImageSpec(**spec.image) if spec.image else None
-    place = BASE if image is None else image_root.mount(more.pop(0), BASE, trust=spec.trust)
+    writable = image is not None and image.writable
+    if image is not None and writable:
+        # The agent and root of the image have swapped their ids if the agent is root there.
+        owner = rootfs.SANDBOX_UID if image.uid == 0 else 0
+        workspace_fd = image_root.keep_changes(workspace_fd, owner if root else None)
+    place = BASE if image is None else image_root.mount(more.pop(0), BASE, trust=spec.trust, writable=writable)
     covered = folder_mounts.cover(place, [spec.folder, *spec.mounts])
     plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=rootfs.HOME in spec.mounts)
     rootfs.apply_plan(plan, place, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
@@ -206,7 +213,7 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
     libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
         # With the secrets: a rule applies to a directory through all its mounts, and the agent's mount is read-only.
-        landlock.restrict(read=["/"], write=(*rootfs.WRITABLE, rootfs.SECRETS))
+        landlock.restrict(read=["/"], write=["/"] if writable else (*rootfs.WRITABLE, rootfs.SECRETS))
     seccomp.install(program)
     if image is not None and image.working_directory and not os.path.isdir(image.working_directory):
         raise OSError(f"the image's working directory {image.working_directory[:200]} is not a directory in it")

@@ -25,6 +25,18 @@ class ImagePull(Request):
     )
 
 
+class ImageBuild(Request):
+    """How an image is built. The build context is the body of the request."""
+
+    image: ImageName | None = Field(default=None, description="the name of the new image")
+    dockerfile: str = Field(
+        default="Dockerfile", min_length=1, max_length=1000, description="its path in the build context"
+    )
+    target: str = Field(default="", max_length=200, description="the stage to build; by default the last one")
+    build_args: dict[str, str] = Field(default_factory=dict, description="values of ARG lines", max_length=100)
+    no_cache: bool = Field(default=False, description="run every RUN line again")
+
+
 class ImageInfo(Answer):
     """An image of the server."""
 
@@ -71,8 +83,9 @@ class ImageProgress(Answer):
 
 
 class ImageEvent(Answer):
-    """One line of the progress of a pull. The last line has the image or the problem."""
+    """One line of the progress of a pull or a build. The last line has the image or the problem."""
 
     progress: ImageProgress | None = None
+    line: str | None = Field(default=None, description="a line of the log of a build")
     image: ImageInfo | None = None
     problem: dict[str, object] | None = None

@@ -405,6 +405,7 @@ LIST_IMAGES = _row("list_images", None, READ, "GET /v1/images", context_from="li
 GET_IMAGE = _row("get_image", None, READ, "GET /v1/images/{image:path}", context_from="listed")
 PULL_IMAGE = _row("pull_image", "session", OPERATE, "POST /v1/images", of_server=True)
 # Whoever may import an image decides what its name means for everybody.
+BUILD_IMAGE = _row("build_image", "session", ADMINISTER, "POST /v1/images/build", of_server=True)
 IMPORT_IMAGE = _row("import_image", "session", ADMINISTER, "POST /v1/images/import", of_server=True)
 DELETE_IMAGE = _row("delete_image", "session", ADMINISTER, "DELETE /v1/images/{image:path}", of_server=True)
 

@@ -77,6 +77,7 @@ class RootImage:
     `environment` holds beneath carrel's own variables and those of `Launch.env`. `working_directory` is where a command
     starts that names no directory; empty means the workspace. `user` is `USER` of the image, as it is written there: a
     name or number, with or without a group. Files are as they are in the image; whoever it names has no power outside.
+    With `writable` the sandbox can change its root: the changes are kept in the directory `upper` of its volume.
     """
 
     directory: str
@@ -84,6 +85,7 @@ class RootImage:
     environment: Mapping[str, str] = field(default_factory=dict)
     working_directory: str = ""
     user: str = ""
+    writable: bool = False
 
 
 @dataclass(frozen=True)

@@ -147,6 +147,7 @@ class ZygoteProvider(Provider):
                 "user": user.name,
                 "environment": dict(image.environment),
                 "working_directory": image.working_directory,
+                "writable": image.writable,
             }
         }
 

@@ -162,7 +162,7 @@ class AsyncConnection:
         query: Query | None = None,
         *,
         method: str = "GET",
-        body: Mapping[str, object] | None = None,
+        body: Mapping[str, object] | AsyncIterable[bytes] | None = None,
         deadline: Deadline = "usual",
     ) -> AsyncGenerator[bytes, None]:
         """Yield an answer of any size as it arrives."""
@@ -176,7 +176,11 @@ class AsyncConnection:
             await response.aclose()
 
     async def lines(
-        self, method: str, path: str, query: Query | None = None, body: Mapping[str, object] | None = None
+        self,
+        method: str,
+        path: str,
+        query: Query | None = None,
+        body: Mapping[str, object] | AsyncIterable[bytes] | None = None,
     ) -> AsyncGenerator[bytes, None]:
         """Yield the lines of an answer that the server goes on writing, as they arrive."""
         held = b""

@@ -160,7 +160,7 @@ class Connection:
         query: Query | None = None,
         *,
         method: str = "GET",
-        body: Mapping[str, object] | None = None,
+        body: Mapping[str, object] | Iterable[bytes] | None = None,
         deadline: Deadline = "usual",
     ) -> Generator[bytes, None]:
         """Yield an answer of any size as it arrives."""
@@ -173,7 +173,11 @@ class Connection:
             response.close()
 
     def lines(
-        self, method: str, path: str, query: Query | None = None, body: Mapping[str, object] | None = None
+        self,
+        method: str,
+        path: str,
+        query: Query | None = None,
+        body: Mapping[str, object] | Iterable[bytes] | None = None,
     ) -> Generator[bytes, None]:
         """Yield the lines of an answer that the server goes on writing, as they arrive."""
         held = b""

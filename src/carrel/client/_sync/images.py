@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from urllib.parse import quote
 
-from carrel.client._io_sync import Progress, Source, blocking
+from carrel.client._io_sync import Progress, Source, blocking, pieces
 from carrel.client._sync.bundles import open_local
 from carrel.client._sync.connection import Connection
+from carrel.client.build_context import pack_context
 from carrel.errors import PlatformError, ServerUnreachable, from_problem
 from carrel.models.images import ImageDetails, ImageInfo, ImageList, ImageProgress
 
 OnImageProgress = Callable[[ImageProgress], object]
 """Called with the progress of each layer, again and again."""
+OnLine = Callable[[str], object]
+"""Called with each line of the log of a build."""
 
 
 class Images:
@@ -67,6 +71,40 @@ class Images:
                 ImageList, "POST", "/v1/images/import", query=query, source=source, progress=progress, deadline=None
             )
         ).items
+
+    def build(
+        self,
+        directory: str | os.PathLike[str] = ".",
+        *,
+        name: str | None = None,
+        dockerfile: str = "Dockerfile",
+        target: str = "",
+        build_args: Mapping[str, str] | None = None,
+        no_cache: bool = False,
+        log: OnLine | None = None,
+    ) -> ImageInfo:
+        """Build an image from a directory with a Dockerfile. `log` is called with each line. For administrators.
+
+        info = client.images.build("service", name="service:1", log=print)
+        """
+        options = {"image": name, "dockerfile": dockerfile, "target": target, "build_args": dict(build_args or {})}
+        query = {"options": json.dumps({**options, "no_cache": no_cache})}
+        with tempfile.TemporaryFile() as context:
+            blocking(pack_context, os.fspath(directory), dockerfile, context)
+            context.seek(0)
+            with closing(self._connection.lines("POST", "/v1/images/build", query, pieces(context, None))) as lines:
+                try:
+                    for line in lines:
+                        event = json.loads(line)
+                        if "image" in event:
+                            return ImageInfo.model_validate(event["image"])
+                        if "problem" in event:
+                            raise from_problem(event["problem"])
+                        if log is not None:
+                            log(event["line"])
+                except (ValueError, KeyError):
+                    raise PlatformError("the server's answer is not a line of JSON") from None
+        raise ServerUnreachable("the server stopped before the image was built", hint="try again")
 
     def list(self) -> list[ImageInfo]:
         """List the images of the server, the last used first."""

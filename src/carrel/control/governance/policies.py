@@ -17,7 +17,7 @@ from carrel.control.governance.deciding import Decider
 from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller
 from carrel.control.sessions.masks import unmasked
-from carrel.control.sessions.owners import discovers, whose
+from carrel.control.sessions.owners import builds_image, discovers, whose
 from carrel.control.sessions.templates import Templates
 from carrel.egress.outbound.rules import EgressRules
 from carrel.errors import AlreadyExists, Conflict, InvalidRequest, PlatformError
@@ -87,6 +87,8 @@ class Policies:
         if record.acts_for is None or discovers(record):
             return await self._of(whose(record), record.template)
         policy = await self._of(record.acts_for or None, record.template)
+        if builds_image(record):
+            return policy
         layers = [*policy.layers, building_layer(policy, record.labels.get(INDEX_LABEL))]
         return Policy.of(layers, context_id=record.acts_for or "ephemeral", workspace=WORKSPACE)
 

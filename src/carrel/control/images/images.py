@@ -38,6 +38,9 @@ log = logging.getLogger("carrel.images")
 _MB = 1 << 20
 _DAY_S = 86_400.0
 _DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{8,64})")
+CACHE_REPOSITORY = "carrel-build"
+"""The repository of the names under which results of RUN lines are found again. They are not shown."""
+_CACHED = f"localhost/{CACHE_REPOSITORY}:"
 _MOST_NAMED = 5
 """How many users of an image an error names."""
 
@@ -176,7 +179,7 @@ class Images:
         arguments = {} if name is None else {"image": str(reference)}
         async with (
             self._admission.admit(Call(op.IMPORT_IMAGE, arguments, caller)) as traffic,
-            self._spooled(content) as (path, size),
+            self.spooled(content) as (path, size),
         ):
             traffic.count_in(size)
             found = await import_archive(self._storage, path, self._platform, nothing, name=reference)
@@ -184,7 +187,7 @@ class Images:
         return ImageList(items=[self._info(caller, image, users) for image in found])
 
     @asynccontextmanager
-    async def _spooled(self, content: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, int]]:
+    async def spooled(self, content: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, int]]:
         """Write an upload to a file for the length of the block."""
         most, size = self._settings.max_mb * _MB, 0
         os.makedirs(self._spool, 0o700, exist_ok=True)
@@ -206,7 +209,12 @@ class Images:
     async def list(self, caller: Caller) -> ImageList:
         """List the images, the most recently used first."""
         found, users = await asyncio.to_thread(self._storage.list), await self._users()
-        return ImageList(items=[self._info(caller, image, users) for image in found])
+        shown = [image for image in found if any(not name.startswith(_CACHED) for name in image.names)]
+        return ImageList(items=[self._info(caller, image, users) for image in shown])
+
+    async def describe(self, caller: Caller, image: StoredImage) -> ImageInfo:
+        """Return what is shown of an image."""
+        return self._info(caller, image, await self._users())
 
     async def inspect(self, caller: Caller, name: str) -> ImageDetails:
         """Return an image by a name, or by its digest or the beginning of it."""
@@ -228,7 +236,7 @@ class Images:
         using = users.get(image.digest, ())
         return ImageInfo(
             digest=image.digest,
-            names=[self._shown(ImageReference.parse(name)) for name in image.names],
+            names=[self._shown(ImageReference.parse(name)) for name in image.names if not name.startswith(_CACHED)],
             platform=str(image.config.platform),
             size=image.size,
             unpacked=image.unpacked,

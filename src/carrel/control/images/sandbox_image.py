@@ -11,7 +11,7 @@ from dataclasses import replace
 from carrel.control.images.images import Images
 from carrel.control.sessions.attachments import Attachment, Fork, LaunchPlan
 from carrel.control.sessions.live import LiveSandbox
-from carrel.control.sessions.owners import discovers, is_agent
+from carrel.control.sessions.owners import builds_image, discovers, is_agent
 from carrel.errors import CarrelError, Conflict, InvalidRequest
 from carrel.images.storage import RootHold, StoredImage
 from carrel.models.images import HOST_IMAGE
@@ -128,4 +128,5 @@ def _root(image: StoredImage, record: SessionRecord) -> RootImage:
         environment=image.config.environment,
         working_directory=image.config.working_directory if record.image_workdir else "",
         user=image.config.user,
+        writable=builds_image(record),
     )

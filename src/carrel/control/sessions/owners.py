@@ -13,6 +13,8 @@ from carrel.store import SessionRecord
 
 LABEL, DISCOVERS = "carrel", "mcp"
 """The label of a sandbox in which carrel asks an MCP server of a context for its catalogue."""
+BUILDS_IMAGE = "image"
+"""The label of a sandbox that runs a line of a Dockerfile. Its root can be changed."""
 STATELESS = "carrel.router"
 """The label of a sandbox for calls without a context."""
 
@@ -29,6 +31,11 @@ def whose(record: SessionRecord) -> str | None:
 def discovers(record: SessionRecord) -> bool:
     """Whether carrel made a sandbox to ask an MCP server for its catalogue."""
     return record.context_id is None and whose(record) is not None
+
+
+def builds_image(record: SessionRecord) -> bool:
+    """Whether carrel made a sandbox to run a line of a Dockerfile."""
+    return record.acts_for is not None and record.labels.get(LABEL) == BUILDS_IMAGE
 
 
 def is_agent(record: SessionRecord) -> bool:
