@@ -21,6 +21,7 @@ ALLOWED = {
     "images": BASE | {"models", "config", "threads"},
     "isolation": BASE,
     "supervisor": BASE,
+    "sandbox_programs": set(),
     "providers": BASE | {"isolation", "models"},
     "egress": BASE | {"policy", "models", "metrics", "redaction", "isolation", "threads"},
     "control": BASE | KINDS | {"threads", "models", "policy", "config", "isolation", "providers", "egress", "images"},

@@ -369,6 +369,13 @@ class Settings(_Group):
         description="directory of templates, one folder each; the same for all servers on one database; "
         "by default `templates` in `data_dir`",
     )
+    search_url: str | None = Field(
+        default=None,
+        max_length=2000,
+        pattern=r"^https?://[A-Za-z0-9.-]+(:80|:443)?/[!#-\[\]-~]*\{query\}[!#-\[\]-~]*$",
+        description="the search endpoint of the template `web-search`: a URL with `{query}` that answers JSON, for "
+        "example `https://HOST/search?format=json&q={query}`",
+    )
     node: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",

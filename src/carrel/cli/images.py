@@ -10,7 +10,7 @@ import typer
 from carrel.cli import options
 from carrel.cli.connecting import connected
 from carrel.cli.failures import note
-from carrel.cli.printing import age, print_done, print_items, print_json, size
+from carrel.cli.printing import age, print_done, print_items, print_json, print_table, size
 from carrel.cli.progress import copying, pulling, waiting
 
 if TYPE_CHECKING:
@@ -129,14 +129,26 @@ def _row(info: ImageInfo) -> list[str]:
 
 
 @app.command("inspect")
-def inspect(image: Name) -> None:
-    """Print an image with its configuration, as JSON: environment, user, entry point, layers.
+def inspect(image: Name, json: options.Json = False) -> None:
+    """Print an image with its configuration: environment, user, entry point, layers.
 
     \b
     carrel image inspect debian:12
     """
     with connected() as client:
-        print_json(client.images.get(image))
+        found = client.images.get(image)
+    if json:
+        print_json(found)
+        return
+    shown: dict[str, object] = found.model_dump(mode="json")
+    shown |= {"size": size(found.size), "unpacked": size(found.unpacked)}
+    rows = []
+    for name, value in shown.items():
+        values = value if isinstance(value, list) else [value]
+        if isinstance(value, dict):
+            values = [f"{key}={each}" for key, each in value.items()]
+        rows += [[name if number == 0 else "", str(each)] for number, each in enumerate(values)]
+    print_table(["FIELD", "VALUE"], rows, wrap=True)
 
 
 @app.command("rm")

@@ -140,7 +140,9 @@ class ControlPlane:
 
         # admission
         templates_dir = settings.templates_dir or os.path.join(layout.data_dir, "templates")
-        self.templates = templates = Templates(templates_dir, settings.sandbox.template, store, live)
+        self.templates = templates = Templates(
+            templates_dir, settings.sandbox.template, store, live, search_url=settings.search_url
+        )
         self.policies = policies = Policies(PolicyStore(database), policy, templates)
         self.secret_values = values = SecretValues(vault, SecretStore(database), live, templates)
         self._webhook = _webhook(settings.approvals)

@@ -144,7 +144,7 @@ def _record(row: RowMapping) -> SessionRecord:
     return SessionRecord(**{**row, **read})
 
 
-class ImageUser(NamedTuple):
+class ImageSession(NamedTuple):
     """A session that runs from an image. `name` is its context, or its id."""
 
     name: str
@@ -251,16 +251,16 @@ class SessionStore:
         rows = await self._database.rows(query.group_by(sessions.c.state))
         return {State(state): int(number) for state, number in rows}
 
-    async def image_users(self, node: str) -> dict[str, list[ImageUser]]:
+    async def image_users(self, node: str) -> dict[str, list[ImageSession]]:
         """Return the sessions of a server that run from an image and are not terminated, by its digest."""
         columns = (sessions.c.image_digest, sessions.c.context_id, sessions.c.id)
         mine = or_(sessions.c.node.is_(None), sessions.c.node == node)
         query = select(*columns).where(
             sessions.c.image_digest.is_not(None), sessions.c.state != State.TERMINATED.value, mine
         )
-        found: dict[str, list[ImageUser]] = {}
+        found: dict[str, list[ImageSession]] = {}
         for digest, context_id, session_id in await self._database.rows(query):
-            found.setdefault(digest, []).append(ImageUser(context_id or session_id, context_id))
+            found.setdefault(digest, []).append(ImageSession(context_id or session_id, context_id))
         return found
 
     async def page(

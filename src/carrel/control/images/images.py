@@ -30,7 +30,7 @@ from carrel.images.storage import CollectedImages, ImageStorage, LayerProgress, 
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import operations as op
 from carrel.models.images import ImageDetails, ImageInfo, ImageList, ImageProgress, ImagePull
-from carrel.store import ImageUser, SessionStore
+from carrel.store import ImageSession, SessionStore
 from carrel.threads import run_to_end
 
 log = logging.getLogger("carrel.images")
@@ -45,7 +45,7 @@ _MOST_NAMED = 5
 """How many users of an image an error names."""
 
 Say = Callable[[ImageProgress], None]
-Users = Mapping[str, Sequence[ImageUser]]
+Users = Mapping[str, Sequence[ImageSession]]
 """The sessions of each image, by its digest."""
 
 
