@@ -14,7 +14,7 @@ import os
 import posixpath
 import stat
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -313,10 +313,13 @@ def _open_root(path: str) -> int:
 # RUN
 
 
-def changes_layer(upper: str, owner_of: Callable[[os.stat_result], Owner], path: str, most: int) -> WrittenLayer:
+def changes_layer(
+    upper: str, owner_of: Callable[[os.stat_result], Owner], path: str, most: int, shared: Collection[str] = ()
+) -> WrittenLayer:
     """Write what a command has changed, from the upper directory of an overlay, as a layer to `path`.
 
-    `owner_of` returns the owner that a file has in the image.
+    `owner_of` returns the owner that a file has in the image. Directories in `shared` were there before: they are only
+    written if there is something in them.
     """
     directory = os.open(upper, walk.DIRECTORY)
     try:
@@ -324,24 +327,28 @@ def changes_layer(upper: str, owner_of: Callable[[os.stat_result], Owner], path:
             for visited in walk.visit(directory):
                 if visited.path_bytes > walk.LONGEST_PATH:
                     raise walk.too_deep([visited.name])
-                _changed(tar, visited, owner_of)
+                _changed(tar, visited, owner_of, shared)
             return written()
     finally:
         os.close(directory)
 
 
-def _changed(tar: _LayerTar, visited: walk.Visited, owner_of: Callable[[os.stat_result], Owner]) -> None:
+def _changed(
+    tar: _LayerTar, visited: walk.Visited, owner_of: Callable[[os.stat_result], Owner], shared: Collection[str]
+) -> None:
     base = visited.path
+    if base in shared and visited.entries:
+        tar.directory(base, visited.info.st_mode, owner_of(visited.info))
     if base and _is_opaque(visited.fd):
         tar.empty(f"{base}/{_OPAQUE}")
     for name, info in sorted(visited.entries, key=lambda entry: entry[0]):
         path = f"{base}/{name}" if base else name
         if stat.S_ISCHR(info.st_mode) and info.st_rdev == 0:
             tar.empty(f"{base}/{_WHITEOUT}{name}" if base else f"{_WHITEOUT}{name}")
-        elif stat.S_ISDIR(info.st_mode):
-            tar.directory(path, info.st_mode, owner_of(info))
-        else:
+        elif not stat.S_ISDIR(info.st_mode):
             tar.entry(path, name, visited.fd, info, info.st_mode, owner_of(info))
+        elif path not in shared:
+            tar.directory(path, info.st_mode, owner_of(info))
 
 
 def _is_opaque(directory: int) -> bool:

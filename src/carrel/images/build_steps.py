@@ -17,6 +17,8 @@ from carrel.images.documents import ImageConfig, ImagePlatform
 
 T = TypeVar("T")
 SHELL = ("/bin/sh", "-c")
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""The PATH of an image that sets none. Builds do not use the package launchers that carrel gives to agents."""
 MOST_VARIABLES = 1000
 LARGEST_ENVIRONMENT = 1 << 20
 
@@ -150,7 +152,7 @@ class StageEvaluation:
             statement.line,
             statement.text,
             self._command(statement),
-            {**self._values, **self.config.environment},
+            {"PATH": DEFAULT_PATH, **self._values, **self.config.environment},
             self.config.working_directory or "/",
             self.config.user,
         )

@@ -293,7 +293,11 @@ class SandboxForker:
         """
         if not self._idmap or _KERNEL < _IDMAPPED_OVERLAYS:
             return
-        if image.owner == _AGENT:
+        if image.writable:
+            uid, gid = image.owner
+            maps = ids.writable_image_map(child.slot, uid), ids.writable_image_map(child.slot, gid)
+            users = linux.user_namespace(*maps)
+        elif image.owner == _AGENT:
             users = os.open(f"/proc/{child.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         else:
             users = child.take_image_users(image.owner) or self._image_users(child.slot, image.owner)

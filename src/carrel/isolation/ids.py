@@ -62,6 +62,24 @@ def image_map(slot: int, wanted: int) -> str:
     return f"{wanted} {owner(slot) + SANDBOX_UID} 1\n"
 
 
+def writable_image_map(slot: int, wanted: int) -> str:
+    """Return the id map for the files of an image whose root can be changed: as `image_map`, but every other user of
+    the image has an id in the sandbox too, since the kernel changes no file without one.
+
+    The agent and the user that it is in the image swap their ids.
+    """
+    first = owner(slot)
+    low, high = sorted((wanted, SANDBOX_UID))
+    rows = [(0, 0, low), (low, high, 1), (low + 1, low + 1, high - low - 1), (high, low, 1), (high + 1, high + 1, -1)]
+    if low == high:
+        rows = [(0, 0, RANGE)]
+    elif high >= RANGE:  # such a user has no id to give to the agent
+        rows = [(0, 0, low), (low + 1, low + 1, RANGE - low - 1), (high, low, 1)]
+    else:
+        rows[-1] = high + 1, high + 1, RANGE - high - 1
+    return "".join(f"{found} {first + seen} {count}\n" for found, seen, count in rows if count > 0)
+
+
 def maps(slot: int, *, root: bool, idmap: bool) -> str:
     """Return the id map of a sandbox, with `inside outside count` in each line."""
     first, after = owner(slot), SANDBOX_UID + 1

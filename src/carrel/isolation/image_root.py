@@ -9,6 +9,8 @@ carrel says, `BOTTOM` what an image may replace. The overlay has no writable lay
 from __future__ import annotations
 
 import os
+import stat
+from contextlib import suppress
 
 from carrel.isolation import linux, rootfs
 
@@ -28,6 +30,9 @@ BUNDLES = (
 """Where programs of the distributions look for certificates that they trust."""
 _SHARED = ("/dev", "/etc/carrel", rootfs.ENVIRONMENTS, "/proc", rootfs.SECRETS)
 _DIRECTORIES = ("/etc", "/home", rootfs.HOME, "/run", "/sys", "/tmp", "/var", rootfs.WORKSPACE)
+
+COMMON = ("etc", "etc/pki", "etc/pki/ca-trust", "etc/ssl", "etc/ssl/certs", "home", "run", "var")
+"""Directories that the layers around an image share with it. In a writable root they are as in the image."""
 
 _TOP_PLAN: rootfs.Plan = (
     *(rootfs.EmptyDirectory(path) for path in sorted((*_SHARED, *_DIRECTORIES))),
@@ -75,6 +80,20 @@ def keep_changes(volume: int, owner: int | None) -> int:
     return linux.open_tree(f"{CHANGES}/{_FILES}")
 
 
+def _share_directories() -> None:
+    """Let the directories that the image has in common with the layers above it be as they are in the image."""
+    seen = {""}
+    for path in COMMON:
+        with suppress(OSError):
+            info = os.lstat(f"{IMAGE}/{path}")
+            if os.path.dirname(path) in seen and stat.S_ISDIR(info.st_mode):
+                place = f"{CHANGES}/{UPPER}/{path}"
+                os.mkdir(place, 0o700)
+                os.chown(place, info.st_uid, info.st_gid)
+                os.chmod(place, stat.S_IMODE(info.st_mode))
+                seen.add(path)
+
+
 def mount(image: int, base: str, *, trust: bool, writable: bool = False) -> str:
     """Mount the root of a sandbox from the descriptor of its image; return where. Called in the new sandbox.
 
@@ -85,6 +104,7 @@ def mount(image: int, base: str, *, trust: bool, writable: bool = False) -> str:
     layers = ":".join((*([TRUST] if trust else []), TOP, IMAGE, BOTTOM))
     flags, options = linux.MS_NOSUID | linux.MS_NODEV, f"lowerdir={layers}"
     if writable:
+        _share_directories()
         options += f",upperdir={CHANGES}/{UPPER},workdir={CHANGES}/{_WORK},userxattr"
     else:
         flags |= linux.MS_RDONLY

@@ -40,7 +40,7 @@ from carrel.images.documents import OCI_CONFIG, OCI_LAYER, BlobDescriptor, Image
 from carrel.images.reference import ImageReference
 from carrel.images.storage import ImageStorage, StoredImage
 from carrel.isolation import image_user
-from carrel.isolation.image_root import UPPER
+from carrel.isolation.image_root import COMMON, UPPER
 from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.models import CommandRequest, Network, SandboxRequest
 from carrel.models import operations as op
@@ -78,7 +78,9 @@ class _Runs:
             upper = os.path.join(volume, UPPER)
             try:
                 taken.append(
-                    await run_to_end(lambda: build_layers.changes_layer(upper, _owners(owner), path, self.largest))
+                    await run_to_end(
+                        lambda: build_layers.changes_layer(upper, _owners(owner), path, self.largest, COMMON)
+                    )
                 )
             except CarrelError as error:
                 taken.append(error)
@@ -107,13 +109,12 @@ class _Runs:
 
     async def _run_command(self, box: str, step: RunStep, say: SayLine) -> None:
         operations, timeout = self._operations, self._timeout_s
-        request = CommandRequest(
-            command=list(step.command), env=dict(step.environment), cwd=step.working_directory, timeout=timeout
-        )
+        request = CommandRequest(command=list(step.command), env=dict(step.environment), timeout=timeout)
         started = await operations.start_command(OWN_WORK, box, request)
         lines = LineSplitter(lambda line: say(f"  {line}"))
         async for chunk in operations.command_output(OWN_WORK, box, started.id):
-            lines.feed(chunk.data)
+            if chunk.stream in {"stdout", "stderr"}:
+                lines.feed(chunk.data)
         lines.flush()
         result = await operations.command_result(OWN_WORK, box, started.id)
         if result.timed_out:
