@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from tests.support.fork_server import CARREL, EGRESS, ZYGOTE, Subprocess, forking
+from tests.support.images import debian
 from tests.support.postgres import Postgres
 from tests.support.s3 import S3Server
 from tests.support.sandboxes import KINDS, Box, House, Supervisor, parent
@@ -92,6 +93,20 @@ def houses() -> Iterator[dict[str, House]]:
         while os.waitpid(kept[kind]["zygote"], os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
             time.sleep(0.01)
         shutil.rmtree(house.directory)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--on-image", action="store_true", help="make every check and attack in sandboxes from an image")
+
+
+@pytest.fixture(scope="session")
+def debian_root() -> Iterator[Path]:
+    """The root of an image, in a directory of images: a small Debian that every user can read."""
+    directory = Path(tempfile.mkdtemp(prefix="i"))
+    directory.chmod(0o755)
+    debian(directory / "debian")
+    yield directory / "debian"
+    shutil.rmtree(directory)
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,11 @@ from carrel.isolation import refusing_program
 from carrel.providers.base import RootImage
 
 HELLO = "/bin/hello"
-PROGRAMS = (
-    "awk base64 bash cat chmod chown cp curl cut date dd df echo env false find git grep head id ln ls mkdir mkfifo mknod "
-    "mount mv nice nohup printf ps readlink rm rmdir sed seq setsid sh sleep sort stat stty tail tee test touch tr true "
-    "umount uname unshare wc which whoami xargs"
-).split()  # noqa: SIM905
+PROGRAMS = (  # noqa: SIM905
+    "awk base64 bash cat chmod chown cp curl cut date dd df echo env false find git grep head id kill ln ls mkdir mkfifo "
+    "mknod mount mv nice nohup printf ps readlink rm rmdir sed seq setsid sh sleep sort stat stty tail tee test timeout "
+    "touch tr true umount uname unshare wc which whoami xargs"
+).split()
 _LIBRARY = re.compile(r"(/\S+) \(0x")
 
 
@@ -40,6 +40,17 @@ def static(root: Path) -> None:
     place.chmod(0o755)
 
 
+def musl(root: Path) -> None:
+    """A root with another C library: its loader, and one program that prints `musl` and its own user."""
+    (root / "bin").mkdir(parents=True)
+    (root / "lib").mkdir()
+    source = '#include <stdio.h>\n#include <unistd.h>\nint main() { printf("musl %d\\n", getuid()); return 0; }\n'
+    command = ["musl-gcc", "-x", "c", "-o", str(root / "bin/who"), "-"]
+    subprocess.run(command, input=source, text=True, check=True)
+    loader = next(Path("/lib").glob("ld-musl-*.so.1"))
+    shutil.copy(loader, root / "lib" / loader.name)
+
+
 def debian(root: Path, *, python: bool = True, programs: Iterable[str] = PROGRAMS) -> None:
     """A small Debian, copied from this host: a shell, programs, Python with its standard library."""
     for name in ("etc", "usr/bin", "usr/lib", "root", "var/tmp", "home/other"):
@@ -60,8 +71,6 @@ def debian(root: Path, *, python: bool = True, programs: Iterable[str] = PROGRAM
         shutil.copytree(f"/usr/lib/{version}", root / f"usr/lib/{version}", ignore=unwanted, symlinks=True)
         files += [str(path) for path in Path(f"/usr/lib/{version}/lib-dynload").glob("*.so")]
     for file in files:
-        if file.startswith(f"/usr/lib/{'python'}"):
-            continue
         _copy(root, file)
     for link, target in links.items():
         place = root / "usr/bin" / os.path.basename(link)

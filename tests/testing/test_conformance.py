@@ -7,11 +7,12 @@ import sys
 from dataclasses import replace
 
 import pytest
+from tests.support.images import image
 
 from carrel.providers.base import Capability, Handle, Launch, Provider
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
-from carrel.testing import CHECKS, Harness, parameters, run, run_check, workspaces_in
+from carrel.testing import CHECKS, Harness, run, run_check, workspaces_in
 from carrel.workspaces.environments import EnvironmentStorage
 
 PROVIDERS: dict[str, type[NamespaceProvider] | type[ProcessProvider]] = {
@@ -35,13 +36,32 @@ def shelf(tmp_path):
     shelf.close()
 
 
-@pytest.fixture(params=PROVIDERS)
-async def harness(request, directories, shelf):
+ON_IMAGE = {
+    "command_environment", "files_are_isolated", "masks_hold", "secrets_are_files", "terminal",
+    "works_on_a_folder_in_place",
+}  # fmt: skip
+"""Checks that are also made in a sandbox that runs from an image: its root matters for them."""
+
+
+def pytest_generate_tests(metafunc):
+    if "check" in metafunc.fixturenames and "harness" in metafunc.fixturenames:
+        every = metafunc.config.getoption("--on-image")
+        pairs = [(check, kind) for check in CHECKS for kind in PROVIDERS]
+        pairs += [(check, "namespace image") for check in CHECKS if every or check.name in ON_IMAGE]
+        metafunc.parametrize(("check", "harness"), pairs, indirect=["harness"], ids=[f"{a.name}-{b}" for a, b in pairs])
+
+
+@pytest.fixture
+async def harness(request, directories, shelf, debian_root):
     run_dir, workspaces = directories
     shared = {"/envs": shelf.path}
+    kind, _, on_image = request.param.partition(" ")
+    images_dir = str(debian_root.parent)
     harness = Harness(
-        lambda: PROVIDERS[request.param](run_dir, workspaces, shared, folder_roots=(workspaces,)),
+        lambda: PROVIDERS[kind](run_dir, workspaces, shared, folder_roots=(workspaces,), images=images_dir),
         workspaces_in(workspaces),
+        images_dir,
+        image(debian_root) if on_image else None,
     )
     if (missing := harness.provider.missing()) is not None:
         pytest.skip(missing)
@@ -49,7 +69,6 @@ async def harness(request, directories, shelf):
     await harness.close()
 
 
-@pytest.mark.parametrize(**parameters())
 async def test_promise(check, harness):
     outcome = await run_check(check, harness)
     assert outcome.kept, f"{check.promise}\n{outcome.failure}"
@@ -63,6 +82,7 @@ def test_known_gaps_of_each_provider(directories):
     assert not set(gaps["namespace"]) - {
         Capability.ENVIRONMENTS,  # where the server shares none
         Capability.FOLDERS,  # where the operator lists no roots
+        Capability.IMAGES,  # where the provider has no directory for them
         Capability.LIMIT_CPUS,
         Capability.NETWORK_ALLOWLIST,
         Capability.NETWORK_BRIDGE,

@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 
 from carrel.isolation import linux, rootfs
 
@@ -30,7 +31,7 @@ UNAVAILABLE = (
     "usr",
 )
 """First names of paths where nothing can be mounted: a sandbox has its own there."""
-_SIZE, _INODES = "256k", 1024
+_SIZE, _INODES, _MOST_ENTRIES = "256k", 1024, 256
 _WAY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -48,21 +49,50 @@ def mount_point(path: str) -> str:
 def cover(root: str, targets: Sequence[str]) -> list[str]:
     """Mount a memory file system over each directory below which a target is missing; return their paths.
 
-    It gets the directories and links that were there, which are all empty. `/tmp` is one already.
+    It shows what was there: empty directories and links in the base root, anything in an image. `/tmp` is one already.
     """
     covered = []
     for name in first_names(target for target in map(mount_point, targets) if target.count("/") > 1):
         place = f"{root}/{name}"
-        if name in {"tmp", rootfs.WORKSPACE[1:]} or not os.path.isdir(place):
+        if name in {"tmp", rootfs.WORKSPACE[1:]} or os.path.islink(place) or not os.path.isdir(place):
             continue  # a missing one is reported when the target is made
         with os.scandir(place) as found:
-            entries = [(entry.name, os.readlink(entry.path) if entry.is_symlink() else None) for entry in found]
+            entries = list(islice(found, _MOST_ENTRIES + 1))
+        if len(entries) > _MOST_ENTRIES:
+            raise OSError(
+                f"nothing can be mounted below /{name}: it has more than {_MOST_ENTRIES} entries in the image"
+            )
+        links = {entry.name: os.readlink(entry.path) for entry in entries if entry.is_symlink()}
+        others = {entry.name: (_tree_of(entry), entry.is_dir()) for entry in entries if not entry.is_symlink()}
         options = f"size={_SIZE},nr_inodes={_INODES},mode=0755"
         linux.mount("tmpfs", place, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, options)
-        for entry, link in entries:
-            os.mkdir(f"{place}/{entry}", 0o755) if link is None else os.symlink(link, f"{place}/{entry}")
+        for entry_name, link in links.items():
+            os.symlink(link, f"{place}/{entry_name}")
+        for entry_name, (tree, directory) in others.items():
+            _show(tree, f"{place}/{entry_name}", directory=directory)
         covered.append(place)
     return covered
+
+
+def _tree_of(entry: os.DirEntry[str]) -> int:
+    """Return a detached mount of an entry with something in it, else -1: an empty directory is just made again."""
+    if entry.is_dir():
+        with os.scandir(entry.path) as found:
+            if next(found, None) is None:
+                return -1
+    return linux.open_tree(entry.path)
+
+
+def _show(tree: int, target: str, *, directory: bool) -> None:
+    if directory:
+        os.mkdir(target, 0o755)
+    else:
+        os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
+    if tree >= 0:
+        try:
+            linux.move_mount(tree, target)
+        finally:
+            os.close(tree)
 
 
 def attach(root: str, own_path: str, mounts: Sequence[tuple[str, int]], covered: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from importlib.machinery import BuiltinImporter, FrozenImporter
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -421,6 +422,15 @@ def _drain(wake: socket.socket) -> None:
         pass
 
 
+def _seal_imports() -> None:
+    """Let no module be imported from a file any more. A sandbox may have the root of an image, whose files are hostile
+    and which may have none: so everything is loaded before the first fork, and what was forgotten fails everywhere.
+    """
+    sys.meta_path[:] = [BuiltinImporter, FrozenImporter]
+    sys.path.clear()
+    sys.path_importer_cache.clear()
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Entry point of `python -m carrel.isolation.zygote`."""
     parser = argparse.ArgumentParser(prog="carrel-zygote")
@@ -449,6 +459,7 @@ def main(arguments: list[str] | None = None) -> None:
         connection.send(json.dumps({"seq": 0, "error": str(error)}).encode())
         sys.exit(1)
     linux.hide_arguments()
+    _seal_imports()
     zygote.run()
 
 

@@ -50,9 +50,11 @@ async def run_check(one: Check, harness: Harness) -> Outcome:
     return Outcome(one, failure, tuple(gaps), time.monotonic() - began)
 
 
-async def run(make_provider: MakeProvider, make_workspace: MakeWorkspace) -> Report:
-    """Run every check. `make_provider` must return an equivalent provider each time."""
-    harness = Harness(make_provider, make_workspace)
+async def run(make_provider: MakeProvider, make_workspace: MakeWorkspace, images: str = "") -> Report:
+    """Run every check. `make_provider` must return an equivalent provider each time; `images` is its directory of
+    images.
+    """
+    harness = Harness(make_provider, make_workspace, images)
     try:
         missing = harness.provider.missing()
         assert missing is None, f"provider '{harness.provider.name}' cannot be used here: {missing}"

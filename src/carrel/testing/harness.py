@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from carrel.control.supervisor.connection import SupervisorConnection
 from carrel.models import CommandInfo, CommandResult, Network
-from carrel.providers.base import NETWORK_CAPABILITY, Handle, Launch, Provider
+from carrel.providers.base import NETWORK_CAPABILITY, Handle, Launch, Provider, RootImage
 
 MakeProvider = Callable[[], Provider]
 MakeWorkspace = Callable[[str], str]
@@ -52,8 +52,19 @@ class Running:
 class Harness:
     """Creates what checks need, given how to create a provider and a workspace."""
 
-    def __init__(self, make_provider: MakeProvider, make_workspace: MakeWorkspace):
+    def __init__(
+        self,
+        make_provider: MakeProvider,
+        make_workspace: MakeWorkspace,
+        images: str = "",
+        image: RootImage | None = None,
+    ):
+        """`images` is the provider's directory of images, if it has one. Sandboxes run from `image`, if it is given; it
+        must have a shell, the usual programs and Python.
+        """
         self.make_provider = make_provider
+        self.images = images
+        self._image = image
         self._make_workspace = make_workspace
         self.provider = make_provider()
 
@@ -66,6 +77,7 @@ class Harness:
         network = network or next((kind for kind in Network if NETWORK_CAPABILITY[kind] in promised), None)
         assert network is not None, f"provider '{self.provider.name}' promises no kind of network, not even none"
         name = f"check-{secrets.token_hex(6)}"
+        fields.setdefault("image", self._image)
         return Launch(id=name, workspace=workspace or self.workspace(), network=network, **fields)
 
     @asynccontextmanager

@@ -6,13 +6,14 @@ import asyncio
 import base64
 import json
 import os
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 
 from carrel.errors import CarrelError
 from carrel.models import CommandResult
 from carrel.providers import Capability, Masks
-from carrel.providers.base import FolderMounts, HostMount
+from carrel.providers.base import FolderMounts, HostMount, RootImage
 from carrel.testing.checks import check
 from carrel.testing.harness import Harness
 
@@ -467,3 +468,20 @@ async def works_on_a_folder_in_place(harness: Harness) -> None:
     assert sorted(os.listdir(home)) == ["extra", "kept"] and not os.listdir(extra)
     owners = {os.stat(os.path.join(path, name)).st_uid for name in ("here", "there")}
     assert owners == {os.stat(path).st_uid}, "files that are made in the folder belong to its owner"
+
+
+@check(Capability.IMAGES)
+async def runs_from_an_empty_image(harness: Harness) -> None:
+    """A sandbox needs nothing of its image: files work, and a command is told what the image lacks."""
+    root = os.path.join(harness.images, f"check-{secrets.token_hex(6)}")
+    os.makedirs(root, 0o755)
+    found = os.stat(root)
+    try:
+        async with harness.sandbox(image=RootImage(root, (found.st_dev, found.st_ino))) as box:
+            await box.write("made/file", b"text")
+            assert await box.read("made/file") == b"text"
+            result = await box.run("true")
+            assert result.exit_code == 127 and "no shell" in result.stderr, result.stderr
+        assert os.listdir(root) == [], "the image was changed"
+    finally:
+        os.rmdir(root)
