@@ -268,6 +268,7 @@ class ImageSettings(_Group):
         default=51_200, ge=1, description="disk space for images; beyond it the least recently used are removed"
     )
     ttl_days: float = Field(default=30.0, gt=0, description="days without use until an image is removed")
+    largest_mb: int = Field(default=32_768, ge=1, description="largest size of one unpacked image")
     layer_max_mb: int = Field(default=16_384, ge=1, description="largest size of one unpacked layer")
     layer_max_entries: int = Field(
         default=1_000_000, ge=1, description="most files, directories and links in one layer"
