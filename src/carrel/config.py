@@ -269,6 +269,7 @@ class ImageSettings(_Group):
     )
     ttl_days: float = Field(default=30.0, gt=0, description="days without use until an image is removed")
     build_timeout_s: TimeoutS = Field(default=1800.0, description="seconds that one RUN line of a build may take")
+    largest_mb: int = Field(default=32_768, ge=1, description="largest size of one unpacked image")
     layer_max_mb: int = Field(default=16_384, ge=1, description="largest size of one unpacked layer")
     layer_max_entries: int = Field(
         default=1_000_000, ge=1, description="most files, directories and links in one layer"

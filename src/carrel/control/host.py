@@ -13,8 +13,8 @@ from collections.abc import Mapping
 
 from carrel.config import ImageSettings, Settings
 from carrel.errors import CarrelError
+from carrel.images.layer_reading import LayerLimits
 from carrel.images.storage import ImageStorage
-from carrel.images.unpack import LayerLimits
 from carrel.isolation.rootfs import ENVIRONMENTS
 from carrel.isolation.tools import shared_tools
 from carrel.providers import open_providers

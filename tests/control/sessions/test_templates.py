@@ -245,7 +245,7 @@ async def test_unknown_template_for_a_terminated_context_is_told_like_any_other(
 async def test_policies_for_agent_types_are_shipped(plane: ControlPlane) -> None:
     for name, allowed, denied in (
         ("data", "python3 -m venv x", "curl example.org"),
-        ("coding", "npm ci", "sudo make install"),
+        ("coding", "npm test", "sudo make install"),
         ("research", "curl https://arxiv.org/abs/1", "git push"),
     ):
         template = await plane.templates.get(name)

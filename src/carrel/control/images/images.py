@@ -20,7 +20,7 @@ from carrel.control.images.shared_pulls import SharedPulls
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller, OwnWork
-from carrel.errors import Conflict, InvalidRequest, NotFound, RegistryFailed, TooLarge
+from carrel.errors import Conflict, ImageRefused, InvalidRequest, NotFound, RegistryFailed, TooLarge
 from carrel.images.archives import import_archive
 from carrel.images.documents import ImagePlatform
 from carrel.images.pulling import pull_image
@@ -166,12 +166,27 @@ class Images:
     async def _fetch(self, reference: ImageReference, progress: Progress) -> StoredImage:
         began, outcome = time.monotonic(), OK
         try:
-            return await pull_image(self._client, self._storage, reference, self._platform, progress)
+            image = await pull_image(self._client, self._storage, reference, self._platform, progress)
+            await self._check_size(image)
+            return image
         except BaseException as error:
             outcome = outcome_of(error)
             raise
         finally:
             self._metrics.image_pulled(outcome, time.monotonic() - began)
+
+    async def _check_size(self, image: StoredImage) -> None:
+        """Remove an image that is too large: only its unpacked layers tell."""
+        if image.unpacked <= self._settings.largest_mb * _MB:
+            return
+        users = await self._users()
+        if image.digest not in users:
+            await run_to_end(lambda: self._remove(image, users))
+        raise ImageRefused(
+            f"the image has {image.unpacked // _MB} MiB, and at most {self._settings.largest_mb} MiB are allowed here",
+            field="image",
+            hint="take a smaller image, or let the operator raise CARREL_IMAGES_LARGEST_MB",
+        )
 
     async def import_archive(self, caller: Caller, content: AsyncIterator[bytes], name: str | None) -> ImageList:
         """Store the images of a `docker save` archive or of an OCI layout in a tar file."""
@@ -183,6 +198,8 @@ class Images:
         ):
             traffic.count_in(size)
             found = await import_archive(self._storage, path, self._platform, nothing, name=reference)
+            for image in found:
+                await self._check_size(image)
         users = await self._users()
         return ImageList(items=[self._info(caller, image, users) for image in found])
 
