@@ -75,6 +75,7 @@ def metrics_page() -> str:
 def scopes_page() -> str:
     """Return the page of scopes: meaning, included scopes, operations."""
     from carrel import identity
+    from carrel.models.base import DEFAULT_NAMESPACE
 
     rows = ["| scope | meaning | includes | operations |", "| --- | --- | --- | --- |"]
     for each in identity.SCOPES:
@@ -88,7 +89,7 @@ def scopes_page() -> str:
         f"names needs `{identity.scope_of('')}`.\n\n" + "\n".join(rows) + "\n\n"
         "A token may be restricted to one namespace, to some contexts, or to both. The namespace "
         "of a context is the part\n"
-        f"of its id before the first colon, otherwise `{identity.DEFAULT_NAMESPACE}`. Everything "
+        f"of its id before the first colon, otherwise `{DEFAULT_NAMESPACE}`. Everything "
         "else is then out of the\n"
         "token's reach, also what belongs to no context, such as ephemeral sandboxes and metrics. "
         "A restricted token may\n"

@@ -161,3 +161,10 @@ def test_the_key_of_the_secrets_is_checked_and_never_shown() -> None:
             config.load(environ={"CARREL_SECRET_KEY": bad})
         assert caught.value.field == "secret_key"
         assert bad not in str(caught.value.problem())
+
+
+def test_the_largest_volume_is_not_below_the_first() -> None:
+    assert config.load({"volumes_mb": 256, "volumes_max_mb": 512}, environ={}).volumes_max_mb == 512
+    with pytest.raises(InvalidRequest, match="below the first size, volumes_mb = 1024") as caught:
+        config.load({"volumes_mb": 1024, "volumes_max_mb": 512}, environ={})
+    assert caught.value.field == "volumes_max_mb"

@@ -23,9 +23,9 @@ from carrel.identity import (
     Token,
     Tokens,
     may_decide,
-    namespace_of,
     scope_of,
 )
+from carrel.models.base import namespace_of
 from carrel.models.operations import OPERATIONS
 from carrel.store import Database
 from carrel.store.tokens import TokenStore

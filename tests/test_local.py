@@ -126,3 +126,10 @@ def test_run_without_a_server_imports_no_server(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, b"")
     assert json.loads(done.stdout) == []
+
+
+async def test_a_sandbox_ends_with_its_lifetime(place: Path) -> None:
+    async with local_sandbox({}, limits={"lifetime_s": 0.3}) as box:
+        assert box is not None
+        with pytest.raises(SandboxLost, match=r"lifetime of the sandbox \(0.3 s\) is over"):
+            await output(box, "sleep 60")

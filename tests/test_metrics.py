@@ -43,6 +43,8 @@ def use_all(metrics: Metrics) -> None:
     metrics.restored(1.5)
     metrics.archived("ok", 2.0, 1000)
     metrics.synced(SyncDirection.PUSH, "ok", 0.1)
+    metrics.image_pulled("ok", 3.0)
+    metrics.images(2)
     metrics.routed("ok")
     metrics.mcp_called("context", "tool_error", 0.003)
     metrics.mcp_called("platform", "made up", 0.003)

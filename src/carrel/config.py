@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 
 from carrel.errors import InvalidRequest, UnknownSetting
 from carrel.models import Network, TemplateName
-from carrel.models.sandboxes import Cpus, DiskMb, MemoryMb, Processes, TimeoutS
+from carrel.models.images import ImageName
+from carrel.models.sandboxes import Cpus, DiskMb, LifetimeS, MemoryMb, Processes, TimeoutS
 
 PREFIX = "CARREL_"
 CONFIG_ENV = "CARREL_CONFIG"
@@ -65,6 +66,11 @@ class SandboxSettings(_Group):
     idle_stop_s: float = Field(
         default=3600.0, gt=0, description="seconds without an operation or a running command until a sandbox is stopped"
     )
+    lifetime_s: LifetimeS | None = Field(
+        default=None,
+        description="longest time from the start of a sandbox until it ends, whatever runs in it; its files are saved "
+        "as after any stop. By default a sandbox may run for ever",
+    )
     workspace_ttl_days: Annotated[float, Field(ge=0, le=MAX_DAYS)] | None = Field(
         default=None,
         description="days without use until the workspace of a stopped or terminated sandbox is deleted, with the "
@@ -78,6 +84,11 @@ class SandboxSettings(_Group):
         default=False, description="sync workspaces with the filespace of their context, unless requested otherwise"
     )
     template: TemplateName | None = Field(default=None, description="the template of sandboxes that request none")
+    image: ImageName | None = Field(
+        default=None,
+        description="the OCI image of sandboxes that request none, such as `debian:12`; by default they have the "
+        "host's own root",
+    )
     allow_process: bool = Field(
         default=False, description="let callers choose the `process` provider, which does not isolate"
     )
@@ -219,6 +230,75 @@ class EnvironmentSettings(_Group):
     build_timeout_s: TimeoutS = Field(default=1800.0, description="most seconds for resolving, and for building")
 
 
+class ImageSettings(_Group):
+    """OCI images: the root file systems of sandboxes. Lists of registries are separated by `,`."""
+
+    registry: str = Field(
+        default="docker.io", min_length=1, max_length=255, description="the registry of images that name none"
+    )
+    directory: str | None = Field(
+        default=None, min_length=1, description="where images are stored; by default `images` in `data_dir`"
+    )
+    registries: str = Field(
+        default="",
+        description="the registries that images may come from, for example `docker.io,ghcr.io`; by default all for "
+        "administrators, and `images.registry` for others",
+    )
+    plain_http: str = Field(
+        default="", description="registries that are reached without TLS, for example `localhost:5000`"
+    )
+    unverified: str = Field(default="", description="registries whose certificate is not checked")
+    ca_file: str | None = Field(
+        default=None, min_length=1, description="a PEM file with certificates to trust besides those of the system"
+    )
+    docker_config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the Docker configuration file with the credentials of registries; by default "
+        "`$DOCKER_CONFIG/config.json` or `~/.docker/config.json`",
+    )
+    platform: str = Field(
+        default="",
+        pattern=r"^([a-z0-9]+/[a-z0-9_]+(/[a-z0-9]+)?)?$",
+        description="the platform of images that have several, for example `linux/arm64`; by default that of this host",
+    )
+    downloads: int = Field(default=4, ge=1, le=64, description="layers that are downloaded at once")
+    timeout_s: TimeoutS = Field(default=60.0, description="seconds without a byte until a registry has failed")
+    max_mb: int = Field(
+        default=51_200, ge=1, description="disk space for images; beyond it the least recently used are removed"
+    )
+    ttl_days: float = Field(default=30.0, gt=0, description="days without use until an image is removed")
+    layer_max_mb: int = Field(default=16_384, ge=1, description="largest size of one unpacked layer")
+    layer_max_entries: int = Field(
+        default=1_000_000, ge=1, description="most files, directories and links in one layer"
+    )
+    layer_max_ratio: int = Field(
+        default=200,
+        ge=1,
+        description="how many times larger than its compressed form a layer may be; a layer of less than 64 MB may "
+        "always be unpacked",
+    )
+
+    @property
+    def registry_names(self) -> frozenset[str]:
+        """The registries that images may come from; empty for all."""
+        return _names(self.registries)
+
+    @property
+    def plain_http_names(self) -> frozenset[str]:
+        """The registries that are reached without TLS."""
+        return _names(self.plain_http)
+
+    @property
+    def unverified_names(self) -> frozenset[str]:
+        """The registries whose certificate is not checked."""
+        return _names(self.unverified)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(name.strip().lower() for name in text.split(",") if name.strip())
+
+
 class McpSettings(_Group):
     """MCP servers of contexts."""
 
@@ -275,11 +355,25 @@ class Settings(_Group):
         description="storage of workspaces: `btrfs` has kernel quotas and instant snapshots and needs root; "
         "`auto` uses it if possible",
     )
+    volumes_mb: DiskMb = Field(
+        default=8192,
+        description="first size of the `btrfs` volume, a sparse file; it doubles whenever it is more than 80 % full",
+    )
+    volumes_max_mb: Annotated[int, Field(ge=128, le=1 << 30)] = Field(
+        default=1_048_576, description="largest size of the `btrfs` volume; an existing one is never made smaller"
+    )
     templates_dir: str | None = Field(
         default=None,
         min_length=1,
         description="directory of templates, one folder each; the same for all servers on one database; "
         "by default `templates` in `data_dir`",
+    )
+    search_url: str | None = Field(
+        default=None,
+        max_length=2000,
+        pattern=r"^https?://[A-Za-z0-9.-]+(:80|:443)?/[!#-\[\]-~]*\{query\}[!#-\[\]-~]*$",
+        description="the search endpoint of the template `web-search`: a URL with `{query}` that answers JSON, for "
+        "example `https://HOST/search?format=json&q={query}`",
     )
     node: str | None = Field(
         default=None,
@@ -313,9 +407,17 @@ class Settings(_Group):
     audit: AuditSettings = Field(default_factory=AuditSettings)
     egress: EgressSettings = Field(default_factory=EgressSettings)
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
+    images: ImageSettings = Field(default_factory=ImageSettings)
     router: RouterSettings = Field(default_factory=RouterSettings)
     mcp: McpSettings = Field(default_factory=McpSettings)
     checkpoints: CheckpointSettings = Field(default_factory=CheckpointSettings)
+
+    @field_validator("volumes_max_mb")
+    @classmethod
+    def _not_below_the_first_size(cls, value: int, info: ValidationInfo) -> int:
+        if value < info.data.get("volumes_mb", 0):
+            raise ValueError(f"it is below the first size, volumes_mb = {info.data['volumes_mb']}")
+        return value
 
     @field_validator("data_dir")
     @classmethod

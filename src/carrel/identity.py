@@ -16,12 +16,12 @@ from enum import StrEnum
 from typing import NamedTuple, Protocol
 
 from carrel.errors import Denied, InvalidRequest, NotFound, Unauthorized
+from carrel.models.base import namespace_of
 from carrel.models.operations import OPERATIONS, TABLE
 from carrel.models.operations import Scope as Scope  # noqa: PLC0414 - a name of this module too
 from carrel.primitives.cache import Cache
 
 PREFIX = "carrel_"
-DEFAULT_NAMESPACE = "default"
 CACHE_S = 5.0
 """How long another server may still accept a token that was revoked on this one."""
 CACHE_SIZE = 4096
@@ -84,12 +84,6 @@ def scope_of(operation: str) -> Scope:
     """Return the scope that an operation needs."""
     row = OPERATIONS.get(operation)
     return Scope.ADMINISTER if row is None or row.scope is None else row.scope
-
-
-def namespace_of(context_id: str) -> str:
-    """Return the namespace of a context: the part of its id before the first colon, or the default one."""
-    name, colon, _ = context_id.partition(":")
-    return name if colon else DEFAULT_NAMESPACE
 
 
 @dataclass(frozen=True, slots=True)

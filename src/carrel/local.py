@@ -56,6 +56,7 @@ class LocalSandbox:
         self.connection = SupervisorClient(str(handle["socket"]))
         self.commands = LocalCommands(self.connection, resolved.limits.timeout_s, provider, handle)
         self._disk_mb = resolved.limits.disk_mb
+        self._lifetime_s = resolved.limits.lifetime_s
         self._workspace = workspace
         self._source, self._handle = provider, handle
 
@@ -73,6 +74,14 @@ class LocalSandbox:
                 await self._source.remove(self._handle)
                 return
 
+    async def watch_lifetime(self) -> None:
+        """End the sandbox when its lifetime is over."""
+        if self._lifetime_s is not None:
+            await asyncio.sleep(self._lifetime_s)
+            self.commands.ended_for = f"the lifetime of the sandbox ({self._lifetime_s:g} s) is over, so it was ended"
+            self.commands.ended_hint = "give it a longer --lifetime, or change the setting sandbox.lifetime_s"
+            await self._source.remove(self._handle)
+
 
 class LocalCommands:
     """`box.commands` of a local sandbox."""
@@ -86,6 +95,7 @@ class LocalCommands:
         self._handle = handle
         self.ended_for: str | None = None
         """Why carrel itself ended the sandbox."""
+        self.ended_hint = "`carrel serve` has the setting sandbox.disk_mb"
 
     async def start(
         self,
@@ -138,7 +148,7 @@ class LocalCommands:
                 download.close()
         except SandboxLost as error:
             if self.ended_for is not None:
-                raise SandboxLost(self.ended_for, hint="`carrel serve` has the setting sandbox.disk_mb") from None
+                raise SandboxLost(self.ended_for, hint=self.ended_hint) from None
             error.hint = None  # there is no server that could start it again
             raise
 
@@ -203,10 +213,14 @@ class LocalStream:
 
 
 def needs_server(settings: Settings) -> bool:
-    """Whether the settings need a server: for a policy, a template, a network or another provider."""
+    """Whether the settings need a server: for a policy, a template, an image, a network or another provider."""
     policy = settings.policy.settings_file or settings.policy.sources_file
     sandbox = settings.sandbox
-    return bool(policy or sandbox.template) or sandbox.network != "none" or sandbox.provider not in _PROVIDERS
+    return (
+        bool(policy or sandbox.template or sandbox.image)
+        or sandbox.network != "none"
+        or sandbox.provider not in _PROVIDERS
+    )
 
 
 @asynccontextmanager
@@ -217,13 +231,19 @@ async def local_sandbox(
     trust: str | None = None,
     network: str | None = None,
     template: str | None = None,
+    image: str | None = None,
+    start_in: str | None = None,
     limits: Mapping[str, float | None] | None = None,
 ) -> AsyncIterator[LocalSandbox | None]:
     """Yield a new sandbox that is removed afterwards, or None when the request needs a server.
 
     `flags` are settings that override those of `carrel.toml` and the environment.
     """
-    if template is not None or network not in {None, "none"} or (provider or "auto") not in _PROVIDERS:
+    if (
+        (template or image or start_in) is not None
+        or network not in {None, "none"}
+        or (provider or "auto") not in _PROVIDERS
+    ):
         yield None
         return
     async with AsyncExitStack() as stack:
@@ -312,11 +332,11 @@ async def _started(resolved: Resolved, workspaces: str) -> AsyncIterator[LocalSa
     box: LocalSandbox | None = None
     try:
         box = LocalSandbox(provider, handle, resolved, workspace)
-        watching = asyncio.ensure_future(box.watch_disk())
+        watching = [asyncio.ensure_future(box.watch_disk()), asyncio.ensure_future(box.watch_lifetime())]
         try:
             yield box
         finally:
-            await tasks.cancel([watching])
+            await tasks.cancel(watching)
     finally:
         if box is not None:
             box.connection.close()

@@ -157,6 +157,14 @@ SYNC = _declare(
     {"direction": "`push`, `pull` or `both`", "outcome": _OUTCOME},
     _LONG,
 )
+IMAGE_PULL = _declare(
+    "carrel_image_pull_seconds",
+    "histogram",
+    "Time to pull and unpack an image.",
+    {"outcome": _OUTCOME},
+    _LONG,
+)
+IMAGES = _declare("carrel_images", "gauge", "Images on this server, when they were last looked at.")
 ROUTER_CALLS = _declare(
     "carrel_router_calls_total", "counter", "Calls of Python without a context.", {"outcome": _OUTCOME}
 )
@@ -254,6 +262,8 @@ class Metrics:
         self._archives = _Series(self._histogram(ARCHIVE))
         self._archive_bytes = Counter(ARCHIVE_BYTES.name, ARCHIVE_BYTES.text, registry=self._registry)
         self._syncs = _Series(self._histogram(SYNC))
+        self._image_pulls = _Series(self._histogram(IMAGE_PULL))
+        self._images = self._gauge(IMAGES)
         self._states = _Series(self._gauge(SANDBOXES))
         self._workspaces = _Workspaces(most_contexts)
         self._registry.register(self._workspaces)
@@ -306,6 +316,14 @@ class Metrics:
     def synced(self, direction: SyncDirection, outcome: str, seconds: float) -> None:
         """Count a sync of a workspace with its filespace."""
         self._syncs[direction.value, _known(outcome)].observe(seconds)
+
+    def image_pulled(self, outcome: str, seconds: float) -> None:
+        """Count a pulled image."""
+        self._image_pulls[_known(outcome),].observe(seconds)
+
+    def images(self, count: int) -> None:
+        """Set the number of images."""
+        self._images.set(count)
 
     def sandboxes(self, counts: Mapping[State, int]) -> None:
         """Set the number of sessions in each state; a missing state has none."""

@@ -23,6 +23,7 @@ ADMINISTER = {
     "create_token", "get_token", "list_tokens", "revoke_token", "put_policy", "delete_policy",
     "list_secrets", "put_secret", "delete_secret",
     "put_template_secret", "list_template_secrets", "delete_template_secret", "prune_audit", "forget_context",
+    "import_image", "delete_image",
 }  # fmt: skip
 """What is deliberately for administrators only."""
 THEMSELVES = {row.id for row in TABLE if row.context_from == "handler"}
@@ -52,6 +53,9 @@ def test_every_route_is_guarded() -> None:
             elif "{env}" in route.path:  # shows what is within reach, or is for who reaches what belongs to no context
                 assert (route.row.id in LISTED) == (route.methods == {"GET"})
                 assert route.row.id not in THEMSELVES
+            elif "{image:path}" in route.path:
+                assert (route.row.id in LISTED) == (route.methods == {"GET"})
+                assert route.row.id in LISTED | ADMINISTER
             elif "{" in route.path:
                 assert route.row.id in THEMSELVES
     own = ["/v1/sandboxes/{id}/terminals", "/v1/sandboxes/{id}/commands/attached"]

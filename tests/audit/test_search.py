@@ -97,7 +97,7 @@ async def test_every_filter_and_every_two(store: AuditStore, key: SigningKey, mo
 async def test_both_halves_are_shown_as_one(store: AuditStore, key: SigningKey) -> None:
     log = AuditLog(store, key, "n")
     await log.open()
-    ticket = await log.begin(AuditEntry(chain_of("c"), "agent:a", "shell", "run_command", rule="shell(ls)", source="s",
+    ticket = await log.begin(AuditEntry(chain_of("c"), "agent:a", "shell", "run_command", rule="shell(ls)", source="s", agent="a",
                                    arguments={"command": "ls"}, arguments_hash="ab", approval="apr-1", request="r1"))  # fmt: skip
     [running] = (await log.search(Filter())).items
     assert (running.result, running.context_id, running.node, running.seq) == (None, "c", "n", 1)
@@ -107,7 +107,8 @@ async def test_both_halves_are_shown_as_one(store: AuditStore, key: SigningKey) 
     for wanted in (Filter(name="run_command"), Filter(result="timeout"), Filter(text="LS", result="timeout")):
         [done] = (await log.search(wanted)).items
         assert done.model_dump(exclude={"at", "chain"}) == {
-            "seq": 1, "context_id": "c", "node": "n", "actor": "agent:a", "kind": "shell", "name": "run_command",
+            "seq": 1, "context_id": "c", "namespace": "default", "agent": "a", "node": "n",
+            "actor": "agent:a", "kind": "shell", "name": "run_command",
             "decision": "allow", "rule": "shell(ls)", "source": "s", "approval": "apr-1", "request": "r1",
             "arguments": {"command": "ls"}, "truncated": False, "arguments_hash": "ab", "result": "timeout",
             "reason": "too slow", "duration_ms": 3.5, "bytes_in": 10, "bytes_out": 20,

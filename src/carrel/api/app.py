@@ -23,6 +23,7 @@ from carrel.api import (
     files,
     filespaces,
     host,
+    images,
     mcp_servers,
     metrics,
     policies,
@@ -75,7 +76,7 @@ def create_app(
 
 _RESOURCES = (
     commands, python, sandboxes, files, stateless, code_contexts, mcp_servers, terminals, attached,
-    approvals, audit, checkpoints, contexts, envs, filespaces, host, metrics, policies, secrets, snapshots,
+    approvals, audit, checkpoints, contexts, envs, filespaces, host, images, metrics, policies, secrets, snapshots,
     templates, tokens, tools,
 )  # fmt: skip
 """The most frequent first: the framework tries the routes one after the other."""

@@ -29,7 +29,7 @@ _DEPTH = 8
 _GENESIS = b"carrel audit chain v1\0"
 _dumps = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode
 _sorted = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"), allow_nan=False, sort_keys=True).encode
-_WORDS = ("rule", "source", "approval", "request", "arguments_hash")
+_WORDS = ("agent", "rule", "source", "approval", "request", "arguments_hash")
 
 
 def chain_of(context_id: str | None, sandbox_id: str = "") -> str:
@@ -65,6 +65,8 @@ class AuditEntry:
     arguments_hash: str | None = None
     approval: str | None = None
     request: str | None = None
+    agent: str | None = None
+    """Whom the workspace belongs to."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import Protocol
 from carrel.audit.records import context_of
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.models import AuditPage, AuditRecord
+from carrel.models.base import namespace_of
 
 MAX_LIMIT = 1000
 MAX_TEXT = 200
@@ -88,4 +89,6 @@ def _record(chain: str, begin: str, end: str | None) -> AuditRecord:
         if "arguments" in ended:
             values["arguments"] = {**values.get("arguments", {}), **ended["arguments"]}
     values["at"] = datetime.fromtimestamp(values["at"], UTC)
-    return AuditRecord.model_validate({**values, "context_id": context_of(chain)})
+    context = context_of(chain)
+    namespace = None if context is None else namespace_of(context)
+    return AuditRecord.model_validate({**values, "context_id": context, "namespace": namespace})

@@ -30,6 +30,7 @@ _COMMANDS = {
     "rm": ("Sandboxes", "sandboxes.rm"),
     "forget": ("Sandboxes", "sandboxes.forget"),
     "templates": ("Sandboxes", "templates.templates"),
+    "image": ("Sandboxes", "images.app"),
     "envs": ("Sandboxes", "envs.app"),
     "mcp-servers": ("Sandboxes", "mcp_servers.app"),
     "snapshot": ("Snapshots", "snapshots.snapshot"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,7 +28,13 @@ _END_OF_FILE = b"\x04"
 
 @options.takes_sandbox_options
 def run(
-    command: Words,
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="COMMAND",
+            help="One word is run by a shell; several are a program and its arguments. Default: that of the image.",
+        ),
+    ] = None,
     *,
     sandbox: options.SandboxOptions,
     timeout: options.Timeout = None,
@@ -50,11 +57,16 @@ def run(
     carrel run --template data-science -- python3 report.py
     carrel run -it -- python3
     cat data.csv | carrel run -- wc -l
+    carrel run --image debian:12 -- cat /etc/os-release
     """
-    from carrel.cli.running import one_command_sandbox, run_with_cleanup
+    from carrel.cli.running import image_command, one_command_sandbox, run_with_cleanup
     from carrel.cli.streams import run_attached
 
-    environment, program = options.environment(env), options.program(command)
+    environment, program = options.environment(env), options.program(command) if command else None
+    if program is None:
+        if not (sandbox.image or sandbox.template):
+            raise typer.BadParameter("name a command, or an image whose command is run", param_hint="COMMAND")
+        sandbox = replace(sandbox, start_in="image")
 
     async def work() -> int:
         async with one_command_sandbox(sandbox, keep=keep) as box:
@@ -63,7 +75,14 @@ def run(
             if keep:
                 note(f"carrel: kept as {box.id}; `carrel rm {box.id}` removes it")
             return await run_attached(
-                box, program, cwd=None, env=environment, timeout=timeout, interactive=interactive, tty=tty, json=json
+                box,
+                program or await image_command(box),
+                cwd=None,
+                env=environment,
+                timeout=timeout,
+                interactive=interactive,
+                tty=tty,
+                json=json,
             )
 
     raise typer.Exit(run_with_cleanup(work()))

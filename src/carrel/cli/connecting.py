@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from carrel.cli.failures import note
+from carrel.cli.progress import pulling
 from carrel.errors import ApprovalNeeded, NotFound
 
 if TYPE_CHECKING:
@@ -47,12 +48,14 @@ def find_or_create(client: Client, name: str, sandbox: SandboxOptions) -> Sandbo
     try:
         info = client.find(name)
     except NotFound:
-        box = client.sandbox(name, **sandbox.arguments())
+        with pulling() as progress:
+            box = client.sandbox(name, **sandbox.arguments(), progress=progress)
         note_created(name)
         return box
     if info.context_id is None or (info.state == "running" and not sandbox):
         return client.attach(info)
-    return client.sandbox(info.context_id, **sandbox.arguments())
+    with pulling() as progress:
+        return client.sandbox(info.context_id, **sandbox.arguments(), progress=progress)
 
 
 def note_created(name: str) -> None:

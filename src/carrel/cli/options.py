@@ -48,10 +48,22 @@ Trust = Annotated[str | None, typer.Option(help="How much the code is trusted: h
 Template = Annotated[
     str | None, typer.Option("--template", metavar="NAME", help="A template; `carrel templates` lists them.")
 ]
+Image = Annotated[
+    str | None,
+    typer.Option(
+        "--image",
+        metavar="NAME",
+        help="An OCI image that the sandbox runs from, such as debian:12. Pulled if it is missing.",
+    ),
+]
 Memory = Annotated[str | None, typer.Option(metavar="SIZE", help="Memory limit of the sandbox, such as 512m or 2g.")]
 Cpus = Annotated[float | None, typer.Option(help="CPU cores, such as 0.5 or 2.")]
 Processes = Annotated[int | None, typer.Option(help="Maximum number of processes and threads.")]
 Disk = Annotated[str | None, typer.Option(metavar="SIZE", help="Size limit of the workspace, such as 512m or 2g.")]
+Lifetime = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", help="End the sandbox this long after its start, whatever runs in it."),
+]
 Network = Annotated[
     str | None,
     typer.Option(help="Network access: none, allowlist, internet, bridge or host.", autocompletion=networks),
@@ -138,11 +150,13 @@ def program(words: list[str]) -> str | list[str]:
 class SandboxOptions:
     """The options of a sandbox that a command may create."""
 
+    image: str | None = None
     template: str | None = None
     provider: str | None = None
     trust: str | None = None
     network: str | None = None
     limits: dict[str, float] = field(default_factory=dict)
+    start_in: str | None = None
 
     def __bool__(self) -> bool:
         """Whether any option was given."""
@@ -154,6 +168,7 @@ class SandboxOptions:
 
 
 def _sandbox_options(
+    image: Image = None,
     template: Template = None,
     provider: Provider = None,
     trust: Trust = None,
@@ -162,15 +177,17 @@ def _sandbox_options(
     cpus: Cpus = None,
     processes: Processes = None,
     disk: Disk = None,
+    lifetime: Lifetime = None,
 ) -> SandboxOptions:
     limits: dict[str, float | None] = {
         "memory_mb": megabytes(memory, "--memory"),
         "cpus": cpus,
         "processes": processes,
         "disk_mb": megabytes(disk, "--disk"),
+        "lifetime_s": lifetime,
     }
     given = {name: value for name, value in limits.items() if value is not None}
-    return SandboxOptions(template, provider, trust, network, given)
+    return SandboxOptions(image, template, provider, trust, network, given)
 
 
 def takes_sandbox_options(command: Callable[..., None]) -> Callable[..., None]:

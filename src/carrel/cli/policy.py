@@ -142,6 +142,10 @@ def set_(
     context: options.Context,
     settings: Annotated[Path | None, typer.Option("--settings", metavar="FILE", help="The new settings.json.")] = None,
     sources: Annotated[Path | None, typer.Option("--sources", metavar="FILE", help="The new sources.json.")] = None,
+    template: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Take the documents of a template, such as research, coding or data."),
+    ] = None,
     restart: Annotated[
         bool, typer.Option("--restart", help="Restart a running sandbox if the new policy needs that.")
     ] = False,
@@ -151,11 +155,15 @@ def set_(
 
     \b
     carrel policy set conversation-42 --settings settings.json --sources sources.json
+    carrel policy set conversation-42 --template research
     """
     from carrel.client.requests import UNCHANGED
 
+    for file in _of_template(template):
+        settings = settings or (file if file.name == "settings.json" else None)
+        sources = sources or (file if file.name == "sources.json" else None)
     if settings is None and sources is None:
-        raise typer.BadParameter("give --settings or --sources", param_hint="--settings")
+        raise typer.BadParameter("give --settings, --sources, or a --template with rules", param_hint="--settings")
     with connected() as client:
         info = client.policy(context).put(
             settings=UNCHANGED if settings is None else _given(settings),

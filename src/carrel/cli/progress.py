@@ -6,6 +6,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from carrel.models.images import ImageProgress
 
 PATIENCE_S = 0.4
 """Nothing is shown for operations that are faster."""
@@ -33,6 +37,42 @@ def copying(title: str, total: int | None = None) -> Iterator[Callable[[int], ob
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(plain(title), total=total)
         yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def pulling() -> Iterator[Callable[[ImageProgress], object] | None]:
+    """Show one bar for all layers of an image that is pulled. Yields a function to call with the progress of each
+    layer, or None without a bar. Nothing is shown before the first call.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+    )
+    layers: dict[str, ImageProgress] = {}
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    shown = bar.add_task("pulling the image", total=None)
+
+    def show(progress: ImageProgress) -> None:
+        bar.start()
+        layers[progress.layer] = progress
+        loading = [each for each in layers.values() if each.step == "download"]
+        done = sum(each.done if each.step == "download" else each.total for each in layers.values())
+        words = f"pulling {len(layers)} layers" if loading else f"unpacking {len(layers)} layers"
+        bar.update(shown, description=words, completed=done, total=sum(each.total for each in layers.values()))
+
+    try:
+        yield show
+    finally:
+        bar.stop()
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from carrel.cli.connecting import note_created
 from carrel.cli.failures import Terminated
+from carrel.cli.progress import pulling
 from carrel.client.locate import local_server
-from carrel.errors import NotFound, ServerUnreachable
+from carrel.errors import InvalidRequest, NotFound, ServerUnreachable
 
 if TYPE_CHECKING:
     from carrel.cli.options import SandboxOptions
@@ -34,14 +35,17 @@ async def context_sandbox(name: str, sandbox: SandboxOptions) -> AsyncIterator[A
         try:
             info = await client.find(name)
         except NotFound:
-            box = await client.sandbox(name, **sandbox.arguments())
+            with pulling() as progress:
+                box = await client.sandbox(name, **sandbox.arguments(), progress=progress)
             note_created(name)
             yield box
             return
         if info.context_id is None or (info.state == "running" and not sandbox):
             yield client.attach(info)
         else:
-            yield await client.sandbox(info.context_id, **sandbox.arguments())
+            with pulling() as progress:
+                box = await client.sandbox(info.context_id, **sandbox.arguments(), progress=progress)
+            yield box
 
 
 @asynccontextmanager
@@ -54,7 +58,8 @@ async def ephemeral_sandbox(sandbox: SandboxOptions, *, keep: bool = False) -> A
         async with AsyncClient(administrator=True) as client:
             box: AsyncSandbox | None = None
             try:
-                box = await client.sandbox(**sandbox.arguments())
+                with pulling() as progress:
+                    box = await client.sandbox(**sandbox.arguments(), progress=progress)
             except ServerUnreachable:
                 if named or keep:
                     raise
@@ -67,8 +72,11 @@ async def ephemeral_sandbox(sandbox: SandboxOptions, *, keep: bool = False) -> A
                 return
     if keep:
         raise ServerUnreachable("--keep needs a server, and none runs here", hint="start one with `carrel serve`")
-    async with _own_server(sandbox) as client, await client.sandbox(**sandbox.arguments()) as made:
-        yield made
+    async with _own_server(sandbox) as client:
+        with pulling() as progress:
+            made = await client.sandbox(**sandbox.arguments(), progress=progress)
+        async with made:
+            yield made
 
 
 @asynccontextmanager
@@ -87,10 +95,21 @@ async def one_command_sandbox(
         yield box
 
 
+async def image_command(box: AsyncSandbox | LocalSandbox) -> list[str]:
+    """Return the entry point of the sandbox's image with its arguments."""
+    from carrel.client import AsyncSandbox
+
+    image = await box.image() if isinstance(box, AsyncSandbox) else None
+    words = [] if image is None else [*image.entry_point, *image.command]
+    if not words:
+        raise InvalidRequest("the image has no command", field="COMMAND", hint="name one after --")
+    return words
+
+
 @asynccontextmanager
 async def _own_server(sandbox: SandboxOptions) -> AsyncIterator[AsyncClient]:
     from carrel.client import AsyncClient, data_dir
-    from carrel.config import load
+    from carrel.config import MAX_DAYS, load
     from carrel.local import short_temporary_directory
     from carrel.server import running
 
@@ -104,6 +123,9 @@ async def _own_server(sandbox: SandboxOptions) -> AsyncIterator[AsyncClient]:
             "host": "127.0.0.1",
             "port": 0,
             "log_level": "error",
+            # The images of the server that would run here. Only that one removes images.
+            "images.max_mb": 1 << 40,
+            "images.ttl_days": MAX_DAYS,
         }
         if sandbox.provider == "process":
             # The user who types the name on their own machine has chosen it; on a server the operator must allow it.
@@ -112,6 +134,9 @@ async def _own_server(sandbox: SandboxOptions) -> AsyncIterator[AsyncClient]:
         if settings.templates_dir is None:  # use the templates of the server that would run here
             usual = os.path.join(data_dir(), "templates")
             settings = settings.model_copy(update={"templates_dir": usual})
+        if settings.images.directory is None:
+            images = settings.images.model_copy(update={"directory": os.path.join(data_dir(), "images")})
+            settings = settings.model_copy(update={"images": images})
         async with running(settings) as server, AsyncClient(server.url, server.token) as client:
             yield client
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from carrel.client._async.envs import AsyncEnvironments, AsyncSandboxEnvironments
     from carrel.client._async.files import AsyncFiles
     from carrel.client._async.filespace import AsyncFilespace
+    from carrel.client._async.images import AsyncImages
     from carrel.client._async.mcp import AsyncMcp
     from carrel.client._async.policies import AsyncPolicy
     from carrel.client._async.python import AsyncCellStream, AsyncCodeContext, AsyncPython
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from carrel.client._sync.envs import Environments, SandboxEnvironments
     from carrel.client._sync.files import Files
     from carrel.client._sync.filespace import Filespace
+    from carrel.client._sync.images import Images
     from carrel.client._sync.mcp import Mcp
     from carrel.client._sync.policies import Policy
     from carrel.client._sync.python import CellStream, CodeContext, Python
@@ -60,6 +62,7 @@ __all__ = [
     "AsyncFiles",
     "AsyncFilespace",
     "AsyncFolderCheckpoints",
+    "AsyncImages",
     "AsyncMcp",
     "AsyncOutputStream",
     "AsyncPolicy",
@@ -81,6 +84,7 @@ __all__ = [
     "Files",
     "Filespace",
     "FolderCheckpoints",
+    "Images",
     "Listing",
     "Mcp",
     "Output",
@@ -101,7 +105,8 @@ __all__ = [
 _MODULES = {
     "approvals": "Approvals", "audit": "Audit", "checkpoints": "FolderCheckpoints", "client": "Client",
     "commands": "Command Commands OutputStream", "envs": "Environments SandboxEnvironments", "files": "Files",
-    "filespace": "Filespace", "mcp": "Mcp", "policies": "Policy", "python": "CellStream CodeContext Python",
+    "filespace": "Filespace", "images": "Images", "mcp": "Mcp", "policies": "Policy",
+    "python": "CellStream CodeContext Python",
     "sandbox": "Sandbox", "secrets": "Secrets", "stateless": "StatelessPython", "terminal": "Terminal",
     "tokens": "Tokens",
 }  # fmt: skip

@@ -11,8 +11,10 @@ import logging
 import os
 from collections.abc import Mapping
 
-from carrel.config import Settings
+from carrel.config import ImageSettings, Settings
 from carrel.errors import CarrelError
+from carrel.images.storage import ImageStorage
+from carrel.images.unpack import LayerLimits
 from carrel.isolation.rootfs import ENVIRONMENTS
 from carrel.isolation.tools import shared_tools
 from carrel.providers import open_providers
@@ -28,11 +30,17 @@ class HostParts:
     """Opened directories, volumes and providers. `open` them, `close` them when every sandbox has ended."""
 
     def __init__(
-        self, layout: Layout, driver: VolumeDriver, storage: EnvironmentStorage, providers: Mapping[str, Provider]
+        self,
+        layout: Layout,
+        driver: VolumeDriver,
+        storage: EnvironmentStorage,
+        images: ImageStorage,
+        providers: Mapping[str, Provider],
     ):
         self.layout = layout
         self.driver = driver
         self.storage = storage
+        self.images = images
         self.providers = dict(providers)
         self._warming = asyncio.ensure_future(
             asyncio.gather(*(each.warm() for each in providers.values() if not each.unsafe))
@@ -45,7 +53,10 @@ class HostParts:
         await asyncio.to_thread(layout.prepare)
         storage = EnvironmentStorage(os.path.join(layout.data_dir, "envs"))
         await asyncio.to_thread(storage.prepare)
-        driver = await asyncio.to_thread(open_driver, layout.storage, settings.volumes)
+        directory = settings.images.directory or os.path.join(layout.data_dir, "images")
+        images = await asyncio.to_thread(_open_images, settings.images, directory)
+        sizes = {"pool_bytes": settings.volumes_mb << 20, "pool_max_bytes": settings.volumes_max_mb << 20}
+        driver = await asyncio.to_thread(lambda: open_driver(layout.storage, settings.volumes, **sizes))
         try:
             if providers is None:
                 shared = {ENVIRONMENTS: storage.path, **await asyncio.to_thread(shared_tools)}
@@ -55,9 +66,9 @@ class HostParts:
                     allow_process=settings.sandbox.allow_process,
                     shared=shared,
                     folder_roots=settings.sandbox.folder_root_paths,
-                    images=os.path.join(layout.data_dir, "images"),
+                    images=images.directory,
                 )
-            return cls(layout, driver, storage, providers)
+            return cls(layout, driver, storage, images, providers)
         except BaseException:
             await asyncio.to_thread(driver.close)
             raise
@@ -79,3 +90,10 @@ class HostParts:
             await asyncio.to_thread(self.driver.close)
         except CarrelError:
             log.exception("the volumes could not be closed")
+
+
+def _open_images(settings: ImageSettings, directory: str) -> ImageStorage:
+    limits = LayerLimits(settings.layer_max_mb << 20, settings.layer_max_entries, settings.layer_max_ratio)
+    storage = ImageStorage(directory, limits)
+    storage.prepare()
+    return storage

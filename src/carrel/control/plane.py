@@ -21,6 +21,8 @@ from carrel.control.governance.policy_attachments import PolicyLimits, PolicyMas
 from carrel.control.governance.policy_changes import PolicyChanges
 from carrel.control.governance.webhooks import Webhook
 from carrel.control.host import HostParts
+from carrel.control.images.images import Images
+from carrel.control.images.sandbox_image import SandboxImage
 from carrel.control.mcp.catalogue import McpDiscovery
 from carrel.control.mcp.declarations import McpDeclarations, McpInstaller
 from carrel.control.mcp.links import McpLinks
@@ -137,7 +139,9 @@ class ControlPlane:
 
         # admission
         templates_dir = settings.templates_dir or os.path.join(layout.data_dir, "templates")
-        self.templates = templates = Templates(templates_dir, settings.sandbox.template, store, live)
+        self.templates = templates = Templates(
+            templates_dir, settings.sandbox.template, store, live, search_url=settings.search_url
+        )
         self.policies = policies = Policies(PolicyStore(database), policy, templates)
         self.secret_values = values = SecretValues(vault, SecretStore(database), live, templates)
         self._webhook = _webhook(settings.approvals)
@@ -195,12 +199,23 @@ class ControlPlane:
             max_bytes=settings.checkpoints.max_mb * MB,
         )
         declarations = McpDeclarations(mcp_store, links)
+        self.images = images = Images(
+            settings.images,
+            host.images,
+            store,
+            admission,
+            metrics,
+            spool=os.path.join(layout.cache, "images"),
+            node=node,
+        )
+        self._sandbox_image = SandboxImage(images, store, default=settings.sandbox.image)
         self.attachments = attachments = Attachments(
             templates=templates,
             owner=WorkspaceOwner(),
             limits=PolicyLimits(policies),
             network=NetworkMode(policies, settings.egress, default=settings.sandbox.network),
             folders=Folders(settings.sandbox.folder_root_paths, layout.data_dir),
+            image=self._sandbox_image,
             filespace=files,
             masks=masks,
             protected_folders=self._protected_folders,
@@ -288,6 +303,7 @@ class ControlPlane:
                 (values.forget_former, FORGET_EVERY_S),
                 (secret_files.catch_up, SECRETS_FRESH_S),
                 (environments.evict, EVICT_EVERY_S),
+                (images.collect, FORGET_EVERY_S),
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
             ),
@@ -351,6 +367,7 @@ class ControlPlane:
         self.recovered = await recover(self.sessions, self.store, self.workspaces, self.providers, self.layout.run)
         await self._protected_folders.open(self.sessions.live())
         await self._deletions.open(self.sessions.live())
+        await self._sandbox_image.open(self.sessions.live())
         await recover_approvals(self._approval_store, self.sessions.live(), self.audit, self.node)
         await self._mcp_discovery.open()
         await self.environments.open()
@@ -396,6 +413,8 @@ class ControlPlane:
             await self.upkeep.flush()
             await self.sessions.shutdown()
         finally:
+            self._sandbox_image.close()
+            await self.images.close()
             await self._protected_folders.close()
             await self._deletions.close()
             try:

@@ -1,10 +1,13 @@
 """Small programs that come before the host's own on the PATH of every sandbox: `pip` and `uv`, which install into the
 workspace's virtual environment and create it when needed, and `python3`, which runs in it.
 
-This module has only their texts. A policy that denies `pip` or `uv` masks these too.
+Also the search programs of the templates. This module has only their texts. A policy that denies `pip` or `uv` masks
+these too.
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 PLACE = "/etc/carrel/bin"
 VENV = "/workspace/.venv"
@@ -153,5 +156,8 @@ if __name__ == "__main__":
 SHARED_PIP_PLACE = "/etc/carrel/shared"
 """A directory of modules that every shared environment can import, after its own."""
 
-TEXTS = {"carrel-venv": _MAKE, "pip": _PIP, "pip3": _PIP, "python": _PYTHON, "python3": _PYTHON, "uv": _UV}
+_PROGRAMS = Path(__file__).parent.parent / "sandbox_programs"
+_SEARCH = {name: (_PROGRAMS / f"{name.replace('-', '_')}.py").read_text() for name in ("file-search", "web-search")}
+
+TEXTS = {"carrel-venv": _MAKE, "pip": _PIP, "pip3": _PIP, "python": _PYTHON, "python3": _PYTHON, "uv": _UV, **_SEARCH}
 """The programs by name."""

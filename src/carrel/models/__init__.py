@@ -86,6 +86,12 @@ from carrel.models.host import DiskPart as DiskPart
 from carrel.models.host import DiskUsage as DiskUsage
 from carrel.models.host import HostReport as HostReport
 from carrel.models.host import ProviderStatus as ProviderStatus
+from carrel.models.images import ImageDetails as ImageDetails
+from carrel.models.images import ImageEvent as ImageEvent
+from carrel.models.images import ImageInfo as ImageInfo
+from carrel.models.images import ImageList as ImageList
+from carrel.models.images import ImageProgress as ImageProgress
+from carrel.models.images import ImagePull as ImagePull
 from carrel.models.mcp import MAX_MCP_TIMEOUT_S as MAX_MCP_TIMEOUT_S
 from carrel.models.mcp import MCP_TIMEOUT_S as MCP_TIMEOUT_S
 from carrel.models.mcp import MOST_MCP_SERVERS as MOST_MCP_SERVERS

@@ -25,6 +25,8 @@ NoNul = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 OwnId = Annotated[str, StringConstraints(pattern=r"^k[A-Za-z0-9_-]{7,63}$")]
 """An id that the caller chooses for one command or edit, so that a repeated request does not run it again."""
 
+DEFAULT_NAMESPACE = "default"
+
 MAX_PATH = 4096
 WorkspacePath = Annotated[NoNul, StringConstraints(min_length=1, max_length=MAX_PATH)]
 
@@ -111,3 +113,9 @@ class Answer(BaseModel):
     """The body of a response. Unknown fields are ignored, so that a newer server may add fields."""
 
     model_config = ConfigDict(extra="ignore", defer_build=True)
+
+
+def namespace_of(context_id: str) -> str:
+    """Return the namespace of a context: the part of its id before the first colon, or the default one."""
+    name, colon, _ = context_id.partition(":")
+    return name if colon else DEFAULT_NAMESPACE

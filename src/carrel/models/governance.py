@@ -19,6 +19,8 @@ class AuditRecord(Answer):
     seq: int = Field(description="its number in the chain")
     at: datetime
     context_id: str | None
+    namespace: str | None = Field(default=None, description="what the context has before its first colon, or `default`")
+    agent: str | None = Field(default=None, description="whom the workspace of the sandbox belongs to")
     node: str
     actor: str
     kind: str

@@ -400,6 +400,14 @@ ATTACH_ENV = _row("attach_env", "shell", OPERATE, f"POST {_SANDBOX}/envs", decid
 DETACH_ENV = _row("detach_env", "session", OPERATE, f"DELETE {_SANDBOX}/envs/{{env}}")
 LIST_SANDBOX_ENVS = _row("list_sandbox_envs", None, READ, f"GET {_SANDBOX}/envs")
 
+# images
+LIST_IMAGES = _row("list_images", None, READ, "GET /v1/images", context_from="listed")
+GET_IMAGE = _row("get_image", None, READ, "GET /v1/images/{image:path}", context_from="listed")
+PULL_IMAGE = _row("pull_image", "session", OPERATE, "POST /v1/images", of_server=True)
+# Whoever may import an image decides what its name means for everybody.
+IMPORT_IMAGE = _row("import_image", "session", ADMINISTER, "POST /v1/images/import", of_server=True)
+DELETE_IMAGE = _row("delete_image", "session", ADMINISTER, "DELETE /v1/images/{image:path}", of_server=True)
+
 # Python
 EXECUTE_STATELESS = _row("execute_stateless", None, OPERATE, "POST /v1/execute")
 EXECUTE_BUNDLE = _row("execute_bundle", None, OPERATE, "POST /v1/execute/bundle")

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from carrel.models.base import MAX_PATH, MAX_TIMEOUT_S, Answer, ContextId, EnvName, NoNul, Request, TemplateName
+from carrel.models.images import ImageName
 
 
 class Trust(StrEnum):
@@ -51,6 +52,7 @@ MemoryMb = Annotated[int, Field(ge=32, le=1_048_576)]
 DiskMb = Annotated[int, Field(ge=1, le=1_048_576)]
 Processes = Annotated[int, Field(ge=8, le=32_768)]
 TimeoutS = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)]
+LifetimeS = Annotated[float, Field(gt=0, le=366 * 86_400)]
 
 
 class Limits(Request):
@@ -61,6 +63,9 @@ class Limits(Request):
     disk_mb: DiskMb | None = Field(default=None, description="size of the workspace, in MiB")
     processes: Processes | None = Field(default=None, description="processes and threads")
     timeout_s: TimeoutS | None = Field(default=None, description="default deadline of a command, in seconds")
+    lifetime_s: LifetimeS | None = Field(
+        default=None, description="seconds after its start when the sandbox ends, whatever runs in it"
+    )
 
 
 AbsolutePath = Annotated[NoNul, StringConstraints(pattern=r"^/", max_length=MAX_PATH)]
@@ -99,6 +104,17 @@ class SandboxRequest(Request):
         description="an existing folder of the server's host that is the workspace, in place, at /workspace and at its "
         "own path; only below `sandbox.folder_roots`; an existing context keeps its folder",
     )
+    image: ImageName | None = Field(
+        default=None,
+        description="an OCI image that is the root file system, such as `python:3.13-slim`; it is pulled if it is "
+        "missing. `host`: the host's own root. null: that of the template or of the server's settings. An existing "
+        "session keeps its image",
+    )
+    start_in: Literal["workspace", "image"] | None = Field(
+        default=None,
+        description="where commands start that name no directory: in the workspace, or in the working directory of "
+        "the image; null: as before, at first in the workspace",
+    )
     host_paths: list[HostPath] | None = Field(
         default=None,
         max_length=MOST_HOST_PATHS,
@@ -129,6 +145,12 @@ class SandboxInfo(Answer):
         default=None, description="the folder of the server's host that is the workspace; null: one of carrel's own"
     )
     host_paths: list[HostPath] = Field(default_factory=list, description="what else of the host it sees, read-only")
+    image: str | None = Field(
+        default=None, description="the image that was asked for; null: the root of the sandbox is the host's own"
+    )
+    image_digest: str | None = Field(
+        default=None, description="the image that the session runs from, even if its name means another one by now"
+    )
     snapshot: str | None = Field(default=None, description="the newest good snapshot")
     notice: str | None = Field(
         default=None,
@@ -142,6 +164,9 @@ class SandboxInfo(Answer):
     expires_at: datetime | None = Field(
         default=None, description="when the unused workspace will be deleted; null if that is not soon"
     )
+    ends_at: datetime | None = Field(
+        default=None, description="when the lifetime of the running sandbox is over; null: it has no lifetime"
+    )
     files_kept: bool | None = Field(
         default=None, description="only in a list of terminated sessions: whether the files are still on this server"
     )
@@ -153,6 +178,7 @@ class TemplateInfo(Answer):
     name: str
     description: str = ""
     provider: str | None = None
+    image: str | None = None
     network: Network | None = None
     limits: Limits = Field(default_factory=Limits)
     env: list[str] = Field(default_factory=list, description="names of variables, without their values")

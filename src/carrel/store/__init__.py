@@ -5,7 +5,7 @@ from carrel.store.database import Database
 from carrel.store.filespace import FilespaceChange, FilespaceEntry, FilespaceMark, FilespaceStore
 from carrel.store.leases import Lease, LeaseStore
 from carrel.store.secrets import SecretInfo, SecretRecord, SecretStore
-from carrel.store.sessions import SessionRecord, SessionStore
+from carrel.store.sessions import ImageSession, SessionRecord, SessionStore
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 from carrel.store.tokens import TokenRecord, TokenStore
 
@@ -16,6 +16,7 @@ __all__ = [
     "FilespaceEntry",
     "FilespaceMark",
     "FilespaceStore",
+    "ImageSession",
     "Lease",
     "LeaseStore",
     "SecretInfo",

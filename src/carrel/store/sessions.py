@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from types import MappingProxyType
+from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Double, and_, bindparam, case, func, insert, select, update
+from sqlalchemy import ColumnElement, Double, and_, bindparam, case, func, insert, or_, select, update
 from sqlalchemy.engine import RowMapping
 from sqlalchemy.exc import IntegrityError
 
@@ -65,6 +66,14 @@ class SessionRecord:
     """The folder of the host that is the workspace; None for one of carrel's own."""
     host_paths: tuple[HostPath, ...] = ()
     """What else of the host its sandbox sees, read-only."""
+    ends_at: float | None = None
+    """When the running sandbox ends, whatever runs in it; None if it has no lifetime."""
+    image: str | None = None
+    """The image that was asked for; None for the host's own root."""
+    image_digest: str | None = None
+    """The image that the session runs from, for its life: the name may mean another one by now."""
+    image_workdir: bool = False
+    """Whether commands start in the working directory of the image."""
 
     @property
     def owner(self) -> str:
@@ -90,6 +99,8 @@ class SessionRecord:
             error=self.error,
             node=self.node,
             filespace=self.filespace,
+            image=self.image,
+            image_digest=self.image_digest,
             workspace_path=self.workspace_path,
             host_paths=list(self.host_paths),
             snapshot=self.snapshot,
@@ -97,6 +108,7 @@ class SessionRecord:
             template=self.template,
             agent=self.agent,
             expires_at=None if self.expires_at is None else datetime.fromtimestamp(self.expires_at, UTC),
+            ends_at=None if self.ends_at is None else datetime.fromtimestamp(self.ends_at, UTC),
         )
 
     def _notice(self) -> str | None:
@@ -130,6 +142,13 @@ def _record(row: RowMapping) -> SessionRecord:
         "host_paths": tuple(HostPath.model_validate(each) for each in row["host_paths"] or ()),
     }
     return SessionRecord(**{**row, **read})
+
+
+class ImageSession(NamedTuple):
+    """A session that runs from an image. `name` is its context, or its id."""
+
+    name: str
+    context_id: str | None
 
 
 class SessionStore:
@@ -231,6 +250,18 @@ class SessionStore:
         query = select(sessions.c.state, func.count()).where(sessions.c.state != State.TERMINATED.value)
         rows = await self._database.rows(query.group_by(sessions.c.state))
         return {State(state): int(number) for state, number in rows}
+
+    async def image_users(self, node: str) -> dict[str, list[ImageSession]]:
+        """Return the sessions of a server that run from an image and are not terminated, by its digest."""
+        columns = (sessions.c.image_digest, sessions.c.context_id, sessions.c.id)
+        mine = or_(sessions.c.node.is_(None), sessions.c.node == node)
+        query = select(*columns).where(
+            sessions.c.image_digest.is_not(None), sessions.c.state != State.TERMINATED.value, mine
+        )
+        found: dict[str, list[ImageSession]] = {}
+        for digest, context_id, session_id in await self._database.rows(query):
+            found.setdefault(digest, []).append(ImageSession(context_id or session_id, context_id))
+        return found
 
     async def page(
         self,

@@ -97,6 +97,10 @@ sessions = Table(
     Column("forgotten", Boolean, nullable=False, server_default=text("false")),
     Column("workspace_path", Prose, nullable=True, comment="a folder of the host"),
     Column("host_paths", JSON(none_as_null=True), nullable=True),
+    Column("ends_at", Double, nullable=True, comment="when the lifetime of the running sandbox is over"),
+    Column("image", Prose, nullable=True, comment="the image that was asked for; null: the host's own root"),
+    Column("image_digest", String(80), nullable=True, comment="the image that the session runs from"),
+    Column("image_workdir", Boolean, nullable=False, server_default=text("false")),
 )
 
 _live = sessions.c.state != "terminated"

@@ -64,7 +64,7 @@ async def test_an_operation_is_decided_dispatched_and_recorded(plane: ControlPla
         ("stat", "allow", "file_not_found"),
     ]
     page = await plane.audit.search(Filter(chain=chain_of("c")), limit=1)
-    assert page.items[0].actor == "agent:coder"
+    assert (page.items[0].actor, page.items[0].agent, page.items[0].namespace) == ("agent:coder", "coder", "default")
 
 
 async def test_what_asks_runs_once_after_approval(plane: ControlPlane) -> None:

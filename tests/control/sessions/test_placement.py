@@ -47,3 +47,12 @@ def test_more_memory_than_the_host_has_is_refused():
     with pytest.raises(InvalidRequest, match="asks for 921600 MB of memory, and this host has 500 MB") as caught:
         resolve(SETTINGS, {}, provider="auto", trust=Trust.HIGH, network=None, limits=asked, host_memory_mb=500)
     assert caught.value.field == "limits.memory_mb"
+
+
+def test_a_lifetime_is_at_most_the_operators_which_is_also_the_default():
+    settings = load({"sandbox.lifetime_s": 60}, environ={})
+    how = {"provider": "auto", "trust": Trust.HIGH, "network": None, "host_memory_mb": 500}
+    assert resolve(settings, promising(), limits={}, **how).limits.lifetime_s == 60
+    assert resolve(settings, promising(), limits={"lifetime_s": 5}, **how).limits.lifetime_s == 5
+    with pytest.raises(InvalidRequest, match="lifetime of 61 s, and this server allows 60 s"):
+        resolve(settings, promising(), limits={"lifetime_s": 61}, **how)

@@ -14,6 +14,8 @@ from carrel.control.sessions import templates as module
 from carrel.errors import ApprovalNeeded, Conflict, Denied, InvalidRequest, LimitExceeded, NotFound, PlatformError
 from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import CommandRequest, PolicyDocuments, SandboxRequest, TerminateRequest
+from carrel.policy.rules.decide import decide_shell
+from carrel.policy.rules.layers import Policy
 
 AGENT = Identity("agent:coder", OwnerKind.AGENT, frozenset({Scope.OPERATE}))
 RECIPE = """
@@ -23,6 +25,8 @@ env = { MODE = "batch", BOTH = "template" }
 labels = { team = "data" }
 """
 RULES = {"permissions": {"allow": ["shell(cat:*)", "shell(ls:*)"], "deny": ["shell(curl:*)"]}}
+
+SHIPPED_NAMES = ["code-interpreter", "coding", "data", "file-search", "research", "web-search"]
 
 
 @pytest.fixture
@@ -159,7 +163,7 @@ async def test_what_the_operator_changes_holds_at_once(folder: Path, plane: Cont
 async def test_unknown_and_broken_ones_are_told_of(folder: Path, plane: ControlPlane) -> None:
     for wrong, hint in (
         ("number", "did you mean 'numbers'?"),
-        ("zzz", "the templates are: code-interpreter, numbers, plain"),
+        ("zzz", "the templates are: " + ", ".join(sorted([*SHIPPED_NAMES, "numbers", "plain"]))),
     ):
         with pytest.raises(InvalidRequest) as caught:
             await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(template=wrong))
@@ -174,7 +178,7 @@ async def test_unknown_and_broken_ones_are_told_of(folder: Path, plane: ControlP
         with pytest.raises(InvalidRequest, match=f"broken{number}/settings.json"):
             await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(template=broken.name))
     listed = {each.name: each for each in (await plane.templates.list()).items}
-    assert list(listed) == ["broken0", "broken1", "code-interpreter", "numbers", "plain"]
+    assert list(listed) == sorted(["broken0", "broken1", *SHIPPED_NAMES, "numbers", "plain"])
     assert listed["broken0"].error and listed["numbers"].error is None
     assert (listed["numbers"].settings, listed["numbers"].sources, listed["plain"].settings) == (True, False, False)
     assert listed["numbers"].env == ["BOTH", "MODE"], "values of variables are not shown"
@@ -236,3 +240,35 @@ async def test_unknown_template_for_a_terminated_context_is_told_like_any_other(
     with pytest.raises(InvalidRequest, match="there is no template 'absent'") as caught:
         await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c", template="absent"))
     assert caught.value.field == "template"
+
+
+async def test_policies_for_agent_types_are_shipped(plane: ControlPlane) -> None:
+    for name, allowed, denied in (
+        ("data", "python3 -m venv x", "curl example.org"),
+        ("coding", "npm test", "sudo make install"),
+        ("research", "curl https://arxiv.org/abs/1", "git push"),
+    ):
+        template = await plane.templates.get(name)
+        assert template.shipped and template.layer is not None
+        policy = Policy.of([template.layer], context_id="c")
+        assert decide_shell(policy, allowed).verdict == "allow", name
+        assert decide_shell(policy, denied).verdict == "deny", name
+
+
+async def test_the_search_template_has_the_endpoint_of_the_operator(settings: Settings) -> None:
+    url = "https://find.example.org/search?format=json&q={query}"
+    for search_url in (None, url):
+        plane = await ControlPlane.open(settings.model_copy(update={"search_url": search_url}))
+        try:
+            if search_url is None:
+                with pytest.raises(InvalidRequest, match="names none") as caught:
+                    await plane.templates.get("web-search")
+                assert "CARREL_SEARCH_URL" in (caught.value.hint or "")
+                continue
+            template = await plane.templates.get("web-search")
+            assert template.recipe.env == {"WEB_SEARCH_URL": url}
+            assert template.layer is not None and template.layer.sources is not None
+            access = template.layer.sources.web_access
+            assert access is not None and access.allowed_domains == ("find.example.org",)
+        finally:
+            await plane.close()

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import time
+from dataclasses import replace
 
 import pytest
 from tests.support.calls import ADMIN
@@ -14,7 +15,7 @@ from carrel.config import Settings
 from carrel.control.operations.caller import OWN_WORK, Caller
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions import upkeep
-from carrel.errors import Conflict, LimitExceeded
+from carrel.errors import Conflict, LimitExceeded, NotRunning
 from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import CommandRequest, Limits, MkdirRequest, SandboxRequest, State
 from carrel.models.files import DeleteRequest, StatRequest
@@ -199,3 +200,24 @@ async def test_a_workspace_that_a_person_made_belongs_to_its_template(settings: 
     other, _ = await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id="d"))
     assert (info.agent, other.agent) == ("research", None)
     assert _described(plane, "c")["agent"] == "research" and _described(plane, "d")["namespace"] == "default"
+
+
+async def test_a_sandbox_ends_with_its_lifetime_while_a_command_runs(plane: ControlPlane) -> None:
+    info, _ = await plane.sessions.deploy_or_resume(
+        ADMIN, SandboxRequest(context_id="c", limits=Limits(lifetime_s=600))
+    )
+    assert info.ends_at is not None and 590 < info.ends_at.timestamp() - time.time() <= 600
+    await plane.operations.run_command(ADMIN, "c", CommandRequest(command="echo kept > data/x"))
+    await plane.operations.start_command(ADMIN, "c", CommandRequest(command="sleep 60"))
+    box = await plane.sessions.find("c")
+    await plane.upkeep.end_lifetimes()
+    assert plane.sessions.find_live("c") is box
+    box.record = replace(box.record, ends_at=time.time())
+    await plane.upkeep.end_lifetimes()
+    with pytest.raises(NotRunning, match="is stopped: its lifetime is over"):
+        await plane.sessions.find("c")
+    resumed, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    assert resumed.snapshot is not None and resumed.limits.lifetime_s == 600
+    assert resumed.ends_at is not None and resumed.ends_at > info.ends_at
+    result = await plane.operations.run_command(ADMIN, "c", CommandRequest(command="cat data/x"))
+    assert result.stdout == "kept\n"

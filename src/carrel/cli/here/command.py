@@ -41,6 +41,10 @@ def here(
         bool, typer.Option("--no-questions", help="Ask nothing here: questions wait for `carrel approve`.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, to stderr.")] = False,
+    image: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Run a program of this OCI image, with its tools, not this machine's."),
+    ] = None,
 ) -> None:
     """Run a program on the current folder, in a sandbox that shows nothing else of this machine but its tools.
 
@@ -68,6 +72,7 @@ def here(
                 yes=yes,
                 no_questions=no_questions,
                 json=json,
+                image=image,
             )
         )
     )

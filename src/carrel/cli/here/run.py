@@ -21,7 +21,7 @@ from carrel.cli.here.questions import ApprovalQuestions
 from carrel.cli.here.server import FolderServer, client_directory, found_or_started, server_for
 from carrel.cli.here.setup import HereSetup, setup_for
 from carrel.cli.here.streams import Attached, exit_code, has_terminal, terminal_size
-from carrel.cli.here.tools import HOME, find_tool
+from carrel.cli.here.tools import HOME, FoundTool, find_tool
 from carrel.cli.here.wire import LocalWire
 from carrel.cli.here.words import TYPED, HereOptions
 from carrel.errors import ApprovalNeeded, CarrelError, InvalidRequest, NotFound, NotRunning, ServerUnreachable
@@ -51,7 +51,7 @@ def run(options: HereOptions) -> int:
     """Run the program of the options; return its exit code."""
     began = time.time()
     folder = _folder(options)
-    command = list(options.command) or [_shell()]
+    command = list(options.command) or [_shell() if options.image is None else "/bin/sh"]
     agent = _agent_name(options, command)
     context = context_id(folder, agent)
     setup = setup_for(options, folder, command, context)
@@ -120,7 +120,9 @@ def _agent_name(options: HereOptions, command: list[str]) -> str:
             field="--name",
             hint="use up to 40 letters, digits, '.', '_' and '-'",
         )
-    return plain
+    if options.image is None:
+        return plain
+    return f"{plain}-{hashlib.sha256(options.image.encode()).hexdigest()[:8]}"  # a session keeps its image
 
 
 def _folder(options: HereOptions) -> str:
@@ -223,7 +225,10 @@ def _prepare(
     """Start the sandbox; return its info and the request for the program."""
     home = os.path.expanduser("~")
     command = setup.command
-    tool = find_tool(command[0], folder, os.environ.get("PATH", ""), home)
+    if options.image is None:
+        tool = find_tool(command[0], folder, os.environ.get("PATH", ""), home)
+    else:
+        tool = FoundTool(command[0], {}, None)
     env = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     env |= {name: value for name, value in os.environ.items() if name.startswith("LC_")}
     if tool.path is not None:
@@ -246,6 +251,8 @@ def _prepare(
         "limits": _limits(),
         "labels": {"here": os.path.basename(command[0])[:64]},
     }
+    if options.image is not None:
+        body["image"] = options.image
     sandbox = wire.request("POST", "/v1/sandboxes", body, timeout=None)
     request: dict[str, Any] = {
         "command": [tool.command, *command[1:]],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-TEXTS = {"--profile": "profile", "--name": "name"}
+TEXTS = {"--profile": "profile", "--name": "name", "--image": "image"}
 LISTS = {"--allow-host": "allow_hosts", "--unprotect": "unprotect", "--env": "env", "--host-file": "host_files"}
 LISTS |= {"-e": "env"}
 FLAGS = {"--yes": "yes", "-y": "yes", "--no-questions": "no_questions", "--json": "json"}
@@ -31,6 +31,7 @@ class HereOptions(NamedTuple):
     yes: bool = False
     no_questions: bool = False
     json: bool = False
+    image: str | None = None
 
 
 def parse(words: list[str]) -> HereOptions | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal
 from urllib.parse import quote
 
 from carrel.client._async.approvals import AsyncApprovals
@@ -13,6 +15,7 @@ from carrel.client._async.checkpoints import AsyncFolderCheckpoints
 from carrel.client._async.connection import AsyncConnection
 from carrel.client._async.envs import AsyncEnvironments
 from carrel.client._async.filespace import AsyncFilespace
+from carrel.client._async.images import AsyncImages, OnImageProgress
 from carrel.client._async.policies import AsyncPolicy
 from carrel.client._async.sandbox import AsyncSandbox
 from carrel.client._async.secrets import AsyncSecrets
@@ -20,7 +23,7 @@ from carrel.client._async.stateless import AsyncStatelessPython
 from carrel.client._async.tokens import AsyncTokens
 from carrel.client.locate import locate
 from carrel.client.requests import host_path_body, limits_body
-from carrel.errors import NotFound
+from carrel.errors import Denied, NotFound
 from carrel.models import (
     DiskUsage,
     HostPath,
@@ -60,6 +63,7 @@ class AsyncClient:
         self.approvals = AsyncApprovals(self._connection)
         self.audit = AsyncAudit(self._connection)
         self.envs = AsyncEnvironments(self._connection)
+        self.images = AsyncImages(self._connection)
         self.python = AsyncStatelessPython(self._connection)
         self.tokens = AsyncTokens(self._connection)
 
@@ -72,6 +76,7 @@ class AsyncClient:
         self,
         context_id: str | None = None,
         *,
+        image: str | None = None,
         template: str | None = None,
         provider: str | None = None,
         trust: Trust | str | None = None,
@@ -82,7 +87,9 @@ class AsyncClient:
         filespace: bool | None = None,
         workspace_path: str | os.PathLike[str] | None = None,
         host_paths: Sequence[HostPath | str] | None = None,
+        start_in: Literal["workspace", "image"] | None = None,
         idempotency_key: str | None = None,
+        progress: OnImageProgress | None = None,
     ) -> AsyncSandbox:
         """Create the sandbox of a context, or resume it with its files. Without a context it is ephemeral.
 
@@ -90,11 +97,20 @@ class AsyncClient:
         workspace in sync with the filespace of the context: pulled before a start, pushed after operations. Calls with
         the same `idempotency_key` create one sandbox; by default each call has a key of its own.
 
+        `image` is an OCI image such as `python:3.13-slim` that is the root of the sandbox, pulled if it is missing;
+        `progress` is called meanwhile. A session keeps its image. Commands start in the workspace, or with
+        `start_in="image"` in the working directory of the image.
+
         `workspace_path` is a folder of the server's host that becomes the workspace in place, and `host_paths` are
         further files and directories of that host, read-only. The operator lists where they may be.
         """
+        if image is not None and progress is not None:
+            with suppress(Denied):  # a token for some contexts cannot pull, but its sandboxes can
+                await self.images.pull(image, only_if_missing=True, progress=progress)
         body = {
             "context_id": context_id,
+            "image": image,
+            "start_in": start_in,
             "template": template,
             "provider": provider,
             "trust": trust,

@@ -150,10 +150,11 @@ class AsyncConnection:
         query: Query | None = None,
         source: Source,
         progress: Progress | None = None,
+        deadline: Deadline = "usual",
     ) -> Model:
         """Send bytes of any size and parse the answer."""
         content = source if isinstance(source, bytes) and progress is None else pieces(source, progress)
-        return _parsed(model, await self.send(method, path, query=query, body=content))
+        return _parsed(model, await self.send(method, path, query=query, body=content, deadline=deadline))
 
     async def pieces(
         self,

@@ -27,6 +27,7 @@ from carrel.models import (
     ExecuteResult,
     FileChange,
     FileChanges,
+    ImageDetails,
     SandboxInfo,
     SnapshotInfo,
     SnapshotPage,
@@ -92,6 +93,11 @@ class AsyncSandbox:
     async def info(self) -> SandboxInfo:
         """Get the state of the sandbox."""
         return await self._connection.get(SandboxInfo, self._path)
+
+    async def image(self) -> ImageDetails | None:
+        """Return the image that the sandbox runs from, with its entry point; None if its root is the host's own."""
+        digest = (await self.info()).image_digest
+        return None if digest is None else await self._connection.get(ImageDetails, f"/v1/images/{digest}")
 
     async def health(self) -> SupervisorHealth:
         """Get the health report of the sandbox's supervisor."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Literal
 from urllib.parse import quote
 
 from carrel.client._sync.approvals import Approvals
@@ -14,6 +16,7 @@ from carrel.client._sync.checkpoints import FolderCheckpoints
 from carrel.client._sync.connection import Connection
 from carrel.client._sync.envs import Environments
 from carrel.client._sync.filespace import Filespace
+from carrel.client._sync.images import Images, OnImageProgress
 from carrel.client._sync.policies import Policy
 from carrel.client._sync.sandbox import Sandbox
 from carrel.client._sync.secrets import Secrets
@@ -21,7 +24,7 @@ from carrel.client._sync.stateless import StatelessPython
 from carrel.client._sync.tokens import Tokens
 from carrel.client.locate import locate
 from carrel.client.requests import host_path_body, limits_body
-from carrel.errors import NotFound
+from carrel.errors import Denied, NotFound
 from carrel.models import (
     DiskUsage,
     HostPath,
@@ -61,6 +64,7 @@ class Client:
         self.approvals = Approvals(self._connection)
         self.audit = Audit(self._connection)
         self.envs = Environments(self._connection)
+        self.images = Images(self._connection)
         self.python = StatelessPython(self._connection)
         self.tokens = Tokens(self._connection)
 
@@ -73,6 +77,7 @@ class Client:
         self,
         context_id: str | None = None,
         *,
+        image: str | None = None,
         template: str | None = None,
         provider: str | None = None,
         trust: Trust | str | None = None,
@@ -83,7 +88,9 @@ class Client:
         filespace: bool | None = None,
         workspace_path: str | os.PathLike[str] | None = None,
         host_paths: Sequence[HostPath | str] | None = None,
+        start_in: Literal["workspace", "image"] | None = None,
         idempotency_key: str | None = None,
+        progress: OnImageProgress | None = None,
     ) -> Sandbox:
         """Create the sandbox of a context, or resume it with its files. Without a context it is ephemeral.
 
@@ -91,11 +98,20 @@ class Client:
         workspace in sync with the filespace of the context: pulled before a start, pushed after operations. Calls with
         the same `idempotency_key` create one sandbox; by default each call has a key of its own.
 
+        `image` is an OCI image such as `python:3.13-slim` that is the root of the sandbox, pulled if it is missing;
+        `progress` is called meanwhile. A session keeps its image. Commands start in the workspace, or with
+        `start_in="image"` in the working directory of the image.
+
         `workspace_path` is a folder of the server's host that becomes the workspace in place, and `host_paths` are
         further files and directories of that host, read-only. The operator lists where they may be.
         """
+        if image is not None and progress is not None:
+            with suppress(Denied):  # a token for some contexts cannot pull, but its sandboxes can
+                self.images.pull(image, only_if_missing=True, progress=progress)
         body = {
             "context_id": context_id,
+            "image": image,
+            "start_in": start_in,
             "template": template,
             "provider": provider,
             "trust": trust,

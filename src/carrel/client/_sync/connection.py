@@ -148,10 +148,11 @@ class Connection:
         query: Query | None = None,
         source: Source,
         progress: Progress | None = None,
+        deadline: Deadline = "usual",
     ) -> Model:
         """Send bytes of any size and parse the answer."""
         content = source if isinstance(source, bytes) and progress is None else pieces(source, progress)
-        return _parsed(model, self.send(method, path, query=query, body=content))
+        return _parsed(model, self.send(method, path, query=query, body=content, deadline=deadline))
 
     def pieces(
         self,

@@ -28,6 +28,7 @@ from carrel.models import (
     ExecuteResult,
     FileChange,
     FileChanges,
+    ImageDetails,
     SandboxInfo,
     SnapshotInfo,
     SnapshotPage,
@@ -93,6 +94,11 @@ class Sandbox:
     def info(self) -> SandboxInfo:
         """Get the state of the sandbox."""
         return self._connection.get(SandboxInfo, self._path)
+
+    def image(self) -> ImageDetails | None:
+        """Return the image that the sandbox runs from, with its entry point; None if its root is the host's own."""
+        digest = (self.info()).image_digest
+        return None if digest is None else self._connection.get(ImageDetails, f"/v1/images/{digest}")
 
     def health(self) -> SupervisorHealth:
         """Get the health report of the sandbox's supervisor."""

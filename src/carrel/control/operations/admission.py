@@ -120,7 +120,7 @@ class Admission:
         shown = await self._secrets.clean(
             call.owner, {"arguments": call.arguments, "rule": verdict.rule, "request": request_id}
         )
-        of_server = call.operation.of_server
+        of_server, box = call.operation.of_server, self._live.get(call.sandbox_id)
         return AuditEntry(
             chain=server_chain(self._audit.node) if of_server else chain_of(call.context_id, call.sandbox_id),
             actor=call.subject,
@@ -133,4 +133,5 @@ class Admission:
             arguments_hash=self._audit.hash_arguments(call.arguments),
             approval=approval,
             request=cast("str | None", shown["request"]),
+            agent=None if box is None else box.record.agent,
         )

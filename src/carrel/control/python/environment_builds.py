@@ -28,6 +28,7 @@ from carrel.isolation.launchers import SHARED_PIP_PLACE
 from carrel.isolation.rootfs import UV, WORKSPACE
 from carrel.isolation.tools import find_uv
 from carrel.models import CommandRequest, Network, SandboxInfo, SandboxRequest
+from carrel.models.images import HOST_IMAGE
 from carrel.workspaces.environments import MANIFEST, EnvironmentDraft, EnvironmentStorage
 
 log = logging.getLogger("carrel.environments")
@@ -170,6 +171,7 @@ class Builder:
             network=Network.ALLOWLIST,
             limits=asker.limits.model_copy(update={"disk_mb": 2 * self._largest_mb}),
             labels=labels,
+            image=HOST_IMAGE,  # the packages are for the interpreters of the host
         )
         return await self._sessions.start_own(request, asker.context_id or "")
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field, fields
 
 from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.sessions.live import LiveSandbox
 from carrel.models import SandboxRequest
 from carrel.providers import Masks
-from carrel.providers.base import FolderMounts, Provider
+from carrel.providers.base import FolderMounts, Provider, RootImage
 from carrel.store import SessionRecord
 
 
@@ -37,6 +37,10 @@ class LaunchPlan:
     """A message for the caller about something that could not be done."""
     folder: FolderMounts | None = None
     """The mounts of a sandbox that works on a folder of the host."""
+    image: RootImage | None = None
+    """The image that the sandbox runs from; None for the host's own root."""
+    undo: ExitStack = field(default_factory=ExitStack)
+    """Called in reverse order when the start fails after `prepare` was called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,7 @@ class Attachments:
     limits: Attachment
     network: Attachment
     folders: Attachment
+    image: Attachment
     filespace: Attachment
     masks: Attachment
     protected_folders: Attachment

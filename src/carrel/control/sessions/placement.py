@@ -49,6 +49,13 @@ def resolve(
             field="limits.memory_mb",
             hint="ask for less",
         )
+    longest = settings.sandbox.lifetime_s
+    if longest is not None and limits.get("lifetime_s", 0) > longest:
+        raise InvalidRequest(
+            f"the request asks for a lifetime of {limits['lifetime_s']:g} s, and this server allows {longest:g} s",
+            field="limits.lifetime_s",
+            hint="ask for less, or let the operator change CARREL_SANDBOX_LIFETIME_S",
+        )
     chosen = choose(dict(providers), provider if provider != "auto" else settings.sandbox.provider, trust)
     if chosen.unsafe and not settings.sandbox.allow_process:
         raise InvalidRequest(
@@ -68,4 +75,6 @@ def _defaults(settings: Settings, provider: Provider) -> dict[str, float]:
     has = provider.capabilities()
     wanted = {"cpus": defaults.cpu_limit, "memory_mb": defaults.memory_mb, "processes": defaults.processes}
     enforced = {name: value for name, value in wanted.items() if LIMIT_CAPABILITY[name] in has}
+    if defaults.lifetime_s is not None:
+        enforced["lifetime_s"] = defaults.lifetime_s
     return {"timeout_s": defaults.timeout, "disk_mb": defaults.disk_mb, **enforced}

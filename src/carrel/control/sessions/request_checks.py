@@ -16,8 +16,9 @@ from carrel.control.sessions.lifecycle import LIVE, Event, next_state
 from carrel.control.sessions.placement import resolve
 from carrel.errors import Conflict, InvalidRequest, Unsupported
 from carrel.models import SandboxRequest, State
+from carrel.models.images import HOST_IMAGE
 from carrel.providers import Masks
-from carrel.providers.base import Capability, FolderMounts, Launch, Provider
+from carrel.providers.base import Capability, FolderMounts, Launch, Provider, RootImage
 from carrel.store import SessionRecord
 
 _SANDBOX = re.compile(r"(sbx|eph)-[0-9a-f]{16}")
@@ -44,6 +45,8 @@ def new_record(
     given = request.model_fields_set
     trust = request.trust if existing is None or "trust" in given else existing.trust
     explicit = {} if existing is None else existing.limits.model_dump(exclude_none=True)
+    if (longest := settings.sandbox.lifetime_s) is not None and "lifetime_s" in explicit:
+        explicit["lifetime_s"] = min(explicit["lifetime_s"], longest)  # the operator may have lowered it meanwhile
     explicit |= request.limits.model_dump(exclude_none=True)
     resolved = resolve(
         settings,
@@ -90,6 +93,9 @@ def new_record(
         template=request.template,
         workspace_path=existing.workspace_path if existing else request.workspace_path,
         host_paths=existing.host_paths if existing else (),
+        image=existing.image if existing else None,
+        image_digest=existing.image_digest if existing else None,
+        image_workdir=existing.image_workdir if existing else False,
     )
     if request.workspace_path not in {None, record.workspace_path}:
         raise Conflict(
@@ -123,6 +129,7 @@ def launch(
     *,
     trust: bool = False,
     folder: FolderMounts | None = None,
+    image: RootImage | None = None,
 ) -> Launch:
     """Return what the provider needs to start a sandbox."""
     limits = record.limits
@@ -138,13 +145,24 @@ def launch(
         masks=masks,
         trust=trust,
         folder=folder,
+        image=image,
     )
 
 
 def changes(record: SessionRecord) -> dict[str, object]:
     """Return the fields that a new start writes over the record of an old one."""
     names = ("state", "provider", "isolation_level", "unsafe", "trust", "network", "limits", "env", "labels")
-    more = ("last_activity_at", "idempotency_key", "node", "filespace", "notice", "agent", "host_paths")
+    more = (
+        "last_activity_at",
+        "idempotency_key",
+        "node",
+        "filespace",
+        "notice",
+        "agent",
+        "host_paths",
+        "ends_at",
+        "image_workdir",
+    )
     return {name: getattr(record, name) for name in (*names, *more)}
 
 
@@ -162,6 +180,10 @@ def refuse_differences(record: SessionRecord, request: SandboxRequest) -> None:
         asked.append(("template", request.template, record.template))
     if request.filespace is not None:
         asked.append(("filespace", request.filespace, record.filespace))
+    if request.image is not None:
+        asked.append(("image", request.image, record.image or HOST_IMAGE))
+    if request.start_in is not None:
+        asked.append(("start_in", request.start_in, "image" if record.image_workdir else "workspace"))
     if request.workspace_path is not None:
         asked.append(("workspace_path", request.workspace_path, record.workspace_path))
     if request.host_paths is not None:

@@ -36,6 +36,9 @@ EXPIRED = (
 )
 
 
+LIFETIME_OVER = "its lifetime is over"
+
+
 class Sessions:
     """Every session of this server."""
 
@@ -82,7 +85,8 @@ class Sessions:
                 node=record.node,
             )
         raise NotRunning(
-            f"sandbox '{name}' is {record.state}",
+            f"sandbox '{name}' is {record.state}"
+            + (f": {LIFETIME_OVER}" if record.end_reason == LIFETIME_OVER else ""),
             field="id",
             hint="deploy_or_resume starts it again" if record.state is not State.TERMINATED else "make a new one",
         )
@@ -240,6 +244,15 @@ class Sessions:
             if not self._live.has(box) or box.in_flight or box.last_activity > unused_since:
                 return False
             await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, "idle")
+            return True
+
+    async def end_of_life(self, box: LiveSandbox) -> bool:
+        """End a sandbox whose lifetime is over, whatever runs in it; return whether it still ran."""
+        record = box.record
+        async with self._own_lock(record):
+            if not self._live.has(box):
+                return False
+            await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, LIFETIME_OVER)
             return True
 
     @asynccontextmanager

@@ -19,6 +19,7 @@ from carrel.control.sessions.attachments import Attachments, LaunchPlan
 from carrel.control.sessions.leases import Leases
 from carrel.control.sessions.lifecycle import Event, next_state
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes, info_of
+from carrel.control.sessions.owners import is_agent
 from carrel.control.sessions.request_checks import changes, launch, new_record
 from carrel.control.sessions.templates import Templates
 from carrel.control.workspaces.workspaces import Provided, Workspaces
@@ -29,6 +30,12 @@ from carrel.providers.base import Handle, Provider
 from carrel.store import SessionRecord, SessionStore
 
 log = logging.getLogger("carrel.starting")
+
+
+def _end_of_life(record: SessionRecord) -> float | None:
+    """Return when a sandbox that starts now ends; None for never. A build of carrel has a time limit of its own."""
+    lifetime = record.limits.lifetime_s
+    return None if lifetime is None or not is_agent(record) else time.time() + lifetime
 
 
 class Starting:
@@ -82,7 +89,7 @@ class Starting:
         )
         record = replace(record, acts_for=acts_for)
         plan = await self._attachments.plan(LaunchPlan(caller, request, record, previous, provider))
-        record = plan.record
+        record = replace(plan.record, ends_at=_end_of_life(plan.record))
         if record.workspace_path is not None:
             await self._refuse_other_files(record, previous)
         if len(self._live) + self._under_way >= self._settings.max_sandboxes:
@@ -108,7 +115,15 @@ class Starting:
             new = provided.new
             plan = await self._attachments.prepare(replace(plan, record=record), provided.path)
             handle = await provider.start(
-                launch(record, provider, provided.path, plan.masks, trust=plan.trusts_proxy, folder=plan.folder)
+                launch(
+                    record,
+                    provider,
+                    provided.path,
+                    plan.masks,
+                    trust=plan.trusts_proxy,
+                    folder=plan.folder,
+                    image=plan.image,
+                )
             )
             await writing
             await self._workspaces.recorded(record)
@@ -129,6 +144,7 @@ class Starting:
             if box is not None:
                 box.connection.close()
                 self._attachments.detach(box)
+            plan.undo.close()
             written = not writing.cancelled() and writing.exception() is None
             await self._undo(record, provider, handle, new=new, written=written, error=error)
             if isinstance(error, CarrelError) or not isinstance(error, Exception):

@@ -13,6 +13,7 @@ import os
 import re
 import time
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 import carrel
 from carrel.control.operations.caller import Caller, OwnWork
@@ -35,6 +36,9 @@ FRESH_S = 2.0
 SHIPPED = os.path.join(os.path.dirname(carrel.__file__), "templates")
 """The templates shipped with carrel. A template of the operator with the same name replaces one."""
 RECIPE, SETTINGS, SOURCES = recipes.NAME, settings_document.NAME, sources_document.NAME
+SEARCH_URL = b"https://search.example/search?format=json&q={query}"
+SEARCH_HOST = b"search.example"
+"""Stand for the search endpoint of the operator in shipped templates."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 Names = list[str]
 _Marks = tuple[tuple[int, int, int] | None, ...]
@@ -55,6 +59,7 @@ class Template:
             name=self.name,
             description=recipe.description,
             provider=recipe.provider,
+            image=recipe.image,
             network=recipe.network,
             limits=recipe.limits,
             env=sorted(recipe.env),
@@ -77,6 +82,8 @@ class Template:
         }
         if request.provider == "auto" and recipe.provider is not None:
             changes["provider"] = recipe.provider
+        if request.image is None:
+            changes["image"] = recipe.image
         if request.network is None:
             changes["network"] = recipe.network
         return request.model_copy(update=changes)
@@ -85,9 +92,18 @@ class Template:
 class Templates(Attachment):
     """The templates of one server. `default` is for sandboxes that name none."""
 
-    def __init__(self, directory: str, default: str | None, store: SessionStore, live: LiveSandboxes):
+    def __init__(
+        self,
+        directory: str,
+        default: str | None,
+        store: SessionStore,
+        live: LiveSandboxes,
+        *,
+        search_url: str | None,
+    ):
         self._directory = directory
         self._default = default
+        self._search_url = search_url
         self._store = store
         self._live = live
         self._known: dict[str, tuple[Template, _Marks, float]] = {}
@@ -214,6 +230,8 @@ class Templates(Attachment):
         if known is not None and known[1] == marks:
             return known[0], marks
         recipe, settings, sources = (_text(folder, each) for each in (RECIPE, SETTINGS, SOURCES))
+        if folder == folders[1]:
+            recipe, sources = self._named_search(name, recipe), self._named_search(name, sources)
         layer = None
         if settings is not None or sources is not None:
             where = {each: f"{name}/{each}" for each in (SETTINGS, SOURCES)}
@@ -230,6 +248,19 @@ class Templates(Attachment):
         except InvalidRequest as error:
             raise InvalidRequest(f"{name}/{RECIPE}: {error.detail}", field="packages", hint=error.hint) from None
         return Template(name, read, layer, shipped=folder == folders[1]), marks
+
+    def _named_search(self, name: str, text: bytes | None) -> bytes | None:
+        """Put the search endpoint of the operator into a document of a shipped template."""
+        if text is None or SEARCH_HOST not in text:
+            return text
+        if self._search_url is None:
+            raise InvalidRequest(
+                f"the template '{name}' needs a search endpoint, and this server names none",
+                field="template",
+                hint="let the operator set CARREL_SEARCH_URL, for example https://HOST/search?format=json&q={query}",
+            )
+        host = urlsplit(self._search_url).hostname or ""
+        return text.replace(SEARCH_URL, self._search_url.encode()).replace(SEARCH_HOST, host.encode())
 
     def _unknown(self, name: str) -> InvalidRequest:
         names = self._names()

@@ -46,6 +46,7 @@ CATCH_UP_EVERY = 5.0
 PUSH_EVERY = 2.0
 DAY_S = 86_400.0
 GROW_EVERY = 1.0
+LIFETIME_EVERY = 0.5
 
 
 Work = tuple[Callable[[], Awaitable[object]], float]
@@ -109,6 +110,7 @@ class Upkeep:
             (self.flush, FLUSH_EVERY),
             (self.renew_leases, self._lease_s / 3),
             (self.stop_idle, min(IDLE_LOOK_EVERY, settings.idle_stop_s / 4)),
+            (self.end_lifetimes, LIFETIME_EVERY),
             (self.checkpoint, min(CHECKPOINT_LOOK_EVERY, settings.checkpoint_s / 4)),
             (self.catch_up, min(CATCH_UP_EVERY, settings.checkpoint_s / 4)),
             (self.push_filespaces, PUSH_EVERY),
@@ -281,6 +283,20 @@ class Upkeep:
                     log.info("sandbox %s was idle and is stopped", box.record.id)
             except CarrelError as error:
                 log.warning("sandbox %s could not be stopped: %s", box.record.id, error)
+
+    async def end_lifetimes(self) -> None:
+        """End the sandboxes whose lifetime is over, also while commands run, side by side."""
+        now = time.time()
+        over = [box for box in self._sessions.live() if box.record.ends_at is not None and box.record.ends_at <= now]
+
+        async def end(box: LiveSandbox) -> None:
+            try:
+                if await self._sessions.end_of_life(box):
+                    log.info("sandbox %s is ended: its lifetime is over", box.record.id)
+            except CarrelError as error:
+                log.warning("sandbox %s could not be ended at the end of its lifetime: %s", box.record.id, error)
+
+        await asyncio.gather(*map(end, over))
 
     async def watch_disks(self) -> None:
         boxes = {box.record.id: box for box in self._sessions.live()}

@@ -18,9 +18,9 @@ from carrel.control.workspaces.filespace_bases import FilespaceBases
 from carrel.control.workspaces.snapshot_keeping import AUTOMATIC, Save, SnapshotKeeping, context_of, volume_of
 from carrel.control.workspaces.stored import StoredSnapshots
 from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, SnapshotDamaged, Unsupported
-from carrel.identity import namespace_of
 from carrel.metrics import Metrics
 from carrel.models import State, WorkspaceUsage
+from carrel.models.base import namespace_of
 from carrel.store import SessionRecord
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 from carrel.workspaces.archive import Archive

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field
 from carrel.errors import InvalidRequest
 from carrel.models import EnvName, Limits, Network, NoNul
 from carrel.models.environments import ModuleName, PythonVersion, Requirement
+from carrel.models.images import ImageName
 from carrel.policy.documents.documents import MAX_DOCUMENT, DocumentPart, build
 
 NAME = "template.toml"
@@ -23,6 +24,7 @@ class Recipe(DocumentPart):
 
     description: str = Field(default="", max_length=500, description="the purpose, in one line")
     provider: str | None = Field(default=None, max_length=64, description="where its sandboxes run")
+    image: ImageName | None = Field(default=None, description="the OCI image that its sandboxes run from")
     network: Network | None = Field(default=None, description="the network access of its sandboxes")
     limits: Limits = Field(default_factory=Limits, description="the limits of its sandboxes")
     env: dict[EnvName, NoNul] = Field(

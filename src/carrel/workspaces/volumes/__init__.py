@@ -8,7 +8,7 @@ from typing import Literal
 
 from carrel.errors import CarrelError, Unsupported
 from carrel.workspaces.volumes.base import Change, ChangeKind, Collected, SnapshotFacts, VolumeDriver
-from carrel.workspaces.volumes.btrfs import BtrfsDriver
+from carrel.workspaces.volumes.btrfs import POOL_BYTES, POOL_MAX_BYTES, BtrfsDriver
 from carrel.workspaces.volumes.directory import DirectoryDriver
 
 __all__ = [
@@ -25,12 +25,20 @@ __all__ = [
 log = logging.getLogger("carrel.volumes")
 
 
-def open_driver(root: str, wanted: Literal["auto", "directory", "btrfs"]) -> VolumeDriver:
-    """Open the wanted driver. `auto` keeps the driver that was used before, and else prefers btrfs where it works."""
+def open_driver(
+    root: str,
+    wanted: Literal["auto", "directory", "btrfs"],
+    *,
+    pool_bytes: int = POOL_BYTES,
+    pool_max_bytes: int = POOL_MAX_BYTES,
+) -> VolumeDriver:
+    """Open the wanted driver. `auto` keeps the driver that was used before, and else prefers btrfs where it works. The
+    sizes, first and largest, are for a pool of btrfs.
+    """
     used_directories = os.path.isdir(os.path.join(root, "packs"))
     if wanted == "directory" or (wanted == "auto" and used_directories):
         return _opened(DirectoryDriver(root))
-    btrfs = BtrfsDriver(root)
+    btrfs = BtrfsDriver(root, pool_bytes=pool_bytes, pool_max_bytes=pool_max_bytes)
     needed = wanted == "btrfs" or os.path.exists(os.path.join(root, "pool.btrfs"))
     missing = btrfs.missing()
     if missing is not None:

@@ -34,7 +34,8 @@ from carrel.workspaces.volumes.plain_trees import copy_tree
 
 _ASIDE = ".aside-"
 _SUBVOLUME_INODE = 256
-_GIB = 1 << 30
+POOL_BYTES, POOL_MAX_BYTES = 8 << 30, 1024 << 30
+"""The first and the largest size of a pool."""
 
 
 class BtrfsDriver(VolumeDriver):
@@ -43,7 +44,7 @@ class BtrfsDriver(VolumeDriver):
     name: ClassVar[str] = "btrfs"
     kernel_quota: ClassVar[bool] = True
 
-    def __init__(self, root: str, *, pool_bytes: int = 8 * _GIB, pool_max_bytes: int = 1024 * _GIB):
+    def __init__(self, root: str, *, pool_bytes: int = POOL_BYTES, pool_max_bytes: int = POOL_MAX_BYTES):
         self._root = os.path.abspath(root)
         self._pool_sizes = pool_bytes, pool_max_bytes
         self._pool: btrfs_pool.Pool | None = None

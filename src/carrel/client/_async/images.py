@@ -1,0 +1,82 @@
+"""Images: the root file systems of sandboxes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import aclosing
+from pathlib import Path
+from urllib.parse import quote
+
+from carrel.client._async.bundles import open_local
+from carrel.client._async.connection import AsyncConnection
+from carrel.client._io_async import Progress, Source, blocking
+from carrel.errors import PlatformError, ServerUnreachable, from_problem
+from carrel.models.images import ImageDetails, ImageInfo, ImageList, ImageProgress
+
+OnImageProgress = Callable[[ImageProgress], object]
+"""Called with the progress of each layer, again and again."""
+
+
+class AsyncImages:
+    """`client.images`: OCI images that sandboxes run from."""
+
+    def __init__(self, connection: AsyncConnection):
+        self._connection = connection
+
+    async def pull(
+        self, image: str, *, only_if_missing: bool = False, progress: OnImageProgress | None = None
+    ) -> ImageInfo:
+        """Pull an image from its registry, or its newest version. A sandbox pulls its image by itself if it is missing.
+
+        info = await client.images.pull("python:3.13-slim", progress=print)
+        """
+        body = {"image": image, "only_if_missing": only_if_missing}
+        if progress is None:
+            return await self._connection.post(ImageInfo, "/v1/images", body, deadline=None)
+        try:
+            async with aclosing(self._connection.lines("POST", "/v1/images", {"follow": "true"}, body)) as lines:
+                async for line in lines:
+                    event = json.loads(line)
+                    if "image" in event:
+                        return ImageInfo.model_validate(event["image"])
+                    if "problem" in event:
+                        raise from_problem(event["problem"])
+                    progress(ImageProgress.model_validate(event["progress"]))
+        except (ValueError, KeyError):
+            raise PlatformError("the server's answer is not a line of JSON") from None
+        raise ServerUnreachable("the server stopped before the image was pulled", hint="try again")
+
+    async def import_archive(
+        self, archive: str | os.PathLike[str] | Source, *, name: str | None = None, progress: Progress | None = None
+    ) -> list[ImageInfo]:
+        """Import the images of a `docker save` archive, or of an OCI layout in a tar file. For administrators.
+
+        `archive` is a path, or the bytes themselves. `name` replaces the name in an archive of one image. `progress` is
+        called with the number of bytes of each piece that was sent.
+        """
+        if isinstance(archive, str | os.PathLike):
+            with await blocking(open_local, Path(archive), "archive") as file:
+                return await self._import(file, name, progress)
+        return await self._import(archive, name, progress)
+
+    async def _import(self, source: Source, name: str | None, progress: Progress | None) -> list[ImageInfo]:
+        query = {"image": name}
+        return (
+            await self._connection.upload(
+                ImageList, "POST", "/v1/images/import", query=query, source=source, progress=progress, deadline=None
+            )
+        ).items
+
+    async def list(self) -> list[ImageInfo]:
+        """List the images of the server, the last used first."""
+        return (await self._connection.get(ImageList, "/v1/images")).items
+
+    async def get(self, image: str) -> ImageDetails:
+        """Get one image with its configuration, by its reference or its digest."""
+        return await self._connection.get(ImageDetails, f"/v1/images/{quote(image, safe='')}")
+
+    async def delete(self, image: str) -> None:
+        """Remove an image, or one of its names. Raises `Conflict` while a session uses it. For administrators."""
+        await self._connection.send("DELETE", f"/v1/images/{quote(image, safe='')}", deadline=None)

@@ -1,0 +1,1 @@
+"""The images of a server, and the images that its sandboxes run from."""

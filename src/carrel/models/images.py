@@ -1,0 +1,78 @@
+"""Models of images: the root file systems of sandboxes."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints
+
+from carrel.models.base import Answer, Request
+
+HOST_IMAGE = "host"
+"""Asks for the host's own root, where an image is the default."""
+
+ImageName = Annotated[str, StringConstraints(pattern=r"^[!-~]+$", min_length=1, max_length=512)]
+"""The reference of an image, such as `python:3.13-slim` or `ghcr.io/team/tool@sha256:…`."""
+
+
+class ImagePull(Request):
+    """The body of a request to pull an image."""
+
+    image: ImageName = Field(description="its reference, such as `python:3.13-slim`")
+    only_if_missing: bool = Field(
+        default=False, description="do nothing if an image of that name is here, even if the registry has a newer one"
+    )
+
+
+class ImageInfo(Answer):
+    """An image of the server."""
+
+    digest: str = Field(description="the digest of its manifest")
+    names: list[str] = Field(description="the references that mean this image here")
+    platform: str = Field(description="the machine that it is for, such as `linux/amd64`")
+    size: int = Field(description="bytes of its layers as they came from the registry")
+    unpacked: int = Field(description="bytes of its unpacked layers; layers that images share are counted in each")
+    layers: int = Field(description="number of its layers")
+    created: str = Field(default="", description="when it was made, as the image says")
+    last_used_at: datetime
+    used_by: list[str] = Field(
+        default_factory=list, description="contexts and sandboxes within the caller's reach whose root it is"
+    )
+    in_use: bool = Field(default=False, description="whether a session uses it; then it is not removed")
+
+
+class ImageDetails(ImageInfo):
+    """An image with its configuration."""
+
+    environment: dict[str, str]
+    working_directory: str
+    user: str = Field(description="as the image writes it; in a sandbox it has no power outside")
+    entry_point: list[str]
+    command: list[str]
+    labels: dict[str, str]
+    exposed_ports: list[str]
+    layer_digests: list[str] = Field(description="of the unpacked layers, the lowest first")
+
+
+class ImageList(Answer):
+    """Images, the most recently used first."""
+
+    items: list[ImageInfo]
+
+
+class ImageProgress(Answer):
+    """How far one layer is, in bytes."""
+
+    layer: str = Field(description="the digest of the layer")
+    step: Literal["download", "unpack", "upload", "done"]
+    done: int
+    total: int
+
+
+class ImageEvent(Answer):
+    """One line of the progress of a pull. The last line has the image or the problem."""
+
+    progress: ImageProgress | None = None
+    image: ImageInfo | None = None
+    problem: dict[str, object] | None = None

@@ -1,0 +1,1 @@
+"""Programs that sandboxes have besides those of the host. They run inside, and import nothing of carrel."""
