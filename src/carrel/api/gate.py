@@ -34,7 +34,7 @@ Redact = Callable[[str | None, str], Awaitable[str]]
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
 STREAMED = {
     "PUT": re.compile(r"/v1/(sandboxes/[^/]+/files|filespaces/[^/]+)/content"),
-    "POST": re.compile(r"/v1/((sandboxes/[^/]+/files|execute)/bundle|images/import)"),
+    "POST": re.compile(r"/v1/((sandboxes/[^/]+/files|execute)/bundle|images/(import|build))"),
 }
 SUBPROTOCOL = "carrel"
 TOKEN_SUBPROTOCOL = b"carrel.token."

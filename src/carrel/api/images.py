@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Annotated, Any
 
 from pydantic import ValidationError
@@ -101,8 +101,15 @@ async def build_image(
         raise InvalidRequest(
             f"the options of the build are not valid: {error.errors()[0]['msg']}", field="options"
         ) from None
-    lines = _lines(lambda say: plane.image_builds.build(caller, wanted, streamed_body(request), say))
-    return ClosingStream(lines, media_type=NDJSON, headers={"cache-control": "no-store"})
+    stack = AsyncExitStack()  # the whole body is taken before the answer begins, which would read from it too
+    path, _ = await stack.enter_async_context(plane.images.spooled(streamed_body(request)))
+
+    async def lines() -> AsyncIterator[bytes]:
+        async with stack:
+            async for line in _lines(lambda say: plane.image_builds.build(caller, wanted, path, say)):
+                yield line
+
+    return ClosingStream(lines(), media_type=NDJSON, headers={"cache-control": "no-store"})
 
 
 @router.operation(op.GET_IMAGE, "One image", ImageDetails, 404)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import os
 import tarfile
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -44,10 +42,10 @@ CMD ["/copied/made"]
 """
 
 
-async def sent(directory: Path) -> AsyncIterator[bytes]:
-    packed = io.BytesIO()
-    pack_context(str(directory), "Dockerfile", packed)
-    yield packed.getvalue()
+def packed(directory: Path) -> str:
+    with open(f"{directory}.tar", "wb") as file:
+        pack_context(str(directory), "Dockerfile", file)
+    return file.name
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def context(tmp_path: Path) -> Path:
 async def built(plane: ControlPlane, context: Path, **more: object) -> tuple[ImageInfo, list[str]]:
     said: list[str] = []
     request = ImageBuild.model_validate({"image": "service:1", **more})
-    return await plane.image_builds.build(ADMIN, request, sent(context), said.append), said
+    return await plane.image_builds.build(ADMIN, request, packed(context), said.append), said
 
 
 async def test_a_dockerfile_of_several_stages(plane: ControlPlane, context: Path) -> None:

@@ -18,7 +18,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import BinaryIO, cast
@@ -147,20 +147,17 @@ class ImageBuilds:
         self._admission = admission
         self._runs = _Runs(sessions, operations, largest_mb << 20, timeout_s)
 
-    async def build(
-        self, caller: Caller, request: ImageBuild, content: AsyncIterator[bytes], say: SayLine
-    ) -> ImageInfo:
-        """Build an image from a tar of the build context, and name it. Raises `InvalidRequest` with the line."""
+    async def build(self, caller: Caller, request: ImageBuild, context: str, say: SayLine) -> ImageInfo:
+        """Build an image from a tar file of the build context, and name it. Raises `InvalidRequest` with the line."""
         name = None if request.image is None else self._images.parse(request.image)
         arguments = {"image": request.image or "", "dockerfile": request.dockerfile}
         async with (
             self._admission.admit(Call(op.BUILD_IMAGE, arguments, caller)) as traffic,
-            self._images.spooled(content) as (path, size),
             AsyncExitStack() as held,
         ):
-            traffic.count_in(size)
+            traffic.count_in(os.stat(context).st_size)
             held.enter_context(self._storage.adding())
-            image = await _Build(self._images, self._storage, self._runs, caller, request, say, held).run(path)
+            image = await _Build(self._images, self._storage, self._runs, caller, request, say, held).run(context)
             if name is not None:
                 await asyncio.to_thread(self._storage.name, name, image.digest)
                 image = await asyncio.to_thread(self._storage.open, name)
