@@ -1,8 +1,8 @@
 """Builds images from Dockerfiles. Each RUN runs in a sandbox of its own, whose root can be changed.
 
 After every step there is a whole image in the storage, so that the next step can run from it, and so that a build that
-is repeated finds it again: the result of a RUN has a name that is made of everything the RUN depends on. What COPY
-copies is read each time, and gives the same layer as before if nothing changed.
+is repeated finds it again: it has a name that is made of everything the step depends on. If the build context changed,
+COPY reads its files again, and makes the same layer as before if these did not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import BinaryIO, cast
@@ -253,9 +253,14 @@ class _Build:
 
     async def _copied(self, step: CopyStep, source: StoredImage, image: StoredImage) -> StoredImage:
         owner, most = await self._owner(step.line, image, step.owner), self._runs.largest
-        return await self._layered(
-            image, lambda path: build_layers.copy_layer(step, source.root, image.root, owner, path, most)
-        )
+        said = ["copy", image.digest, source.digest, step.sources, step.target, owner, step.mode]
+
+        async def make() -> StoredImage:
+            return await self._layered(
+                image, lambda path: build_layers.copy_layer(step, source.root, image.root, owner, path, most)
+            )
+
+        return await self._once(said, make)
 
     async def _added(self, step: CopyStep, source: StoredImage, image: StoredImage) -> StoredImage:
         """Copy a source of ADD; what is in it, if it is an archive."""
@@ -290,24 +295,32 @@ class _Build:
             raise refused(line, error.detail, error.hint or "use numbers") from None
         return found.uid, found.gid
 
-    # RUN
-
     async def _run(self, step: RunStep, image: StoredImage) -> StoredImage:
-        said = [image.digest, step.command, sorted(step.environment.items()), step.working_directory, step.user]
+        owner = await self._owner(step.line, image, step.user)
+        variables = sorted(step.environment.items())
+        said = ["run", image.digest, step.command, variables, step.working_directory, step.user]
+
+        async def make() -> StoredImage:
+            path = self._new_file()
+            try:
+                layer = await self._runs.run(step, image, owner, path, self._say)
+                return await self._add(image, layer, path) if layer.entries else image
+            finally:
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+
+        return await self._once(said, make)
+
+    async def _once(self, said: Sequence[object], make: Callable[[], Awaitable[StoredImage]]) -> StoredImage:
+        """Return the image that a step made in an earlier build, or make it now. `said` is all that it depends on."""
         key = hashlib.sha256(json.dumps(said).encode()).hexdigest()
         reference = ImageReference("localhost", CACHE_REPOSITORY, tag=key)
-        cached = None if self._request.no_cache else await asyncio.to_thread(self._storage.find, reference)
-        if cached is not None:
+        known = None if self._request.no_cache else await asyncio.to_thread(self._storage.find, reference)
+        if known is not None:
             self._say("  as in an earlier build")
-            await self._hold(cached)
-            return cached
-        owner, path = await self._owner(step.line, image, step.user), self._new_file()
-        try:
-            layer = await self._runs.run(step, image, owner, path, self._say)
-            made = await self._add(image, layer, path) if layer.entries else image
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(path)
+            await self._hold(known)
+            return known
+        made = await make()
         await asyncio.to_thread(self._storage.name, reference, made.digest)
         return made
 
