@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import images
 from tests.support.masks_ground import Hold, holding
 from tests.support.nesting import give
 from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
@@ -37,6 +38,9 @@ HERE = Path(__file__).parents[1] / "support"
 FOLDERS = {"sandbox.folder_roots": os.path.realpath(tempfile.gettempdir())}
 IN_FOLDERS = {"test_host_files": "root in a folder", "test_mounts": "user in a folder"}
 """Modules whose attacks are also made from a sandbox that works on a folder of the host."""
+ON_IMAGE = {"test_privileges": "root on an image", "test_mounts": "user on an image"}
+"""Modules whose attacks are also made from a sandbox that runs from an image; with `--on-image` those of all are."""
+IMAGE = "attacked:1"
 
 # things of the host
 
@@ -216,6 +220,7 @@ class Attacker:
         self.setting = setting
         self.sealed = setting != "process"
         self.in_folder = setting.endswith("in a folder")
+        self.on_image = setting.endswith("on an image")
         self._folders: list[Path] = []
         self.network: str | None = None
         self.server = server
@@ -236,6 +241,8 @@ class Attacker:
             options |= {"provider": "process", "trust": "high", "network": "host"}
         elif self.network is not None:
             options.setdefault("network", self.network)
+        if self.on_image:
+            options.setdefault("image", IMAGE)
         if self.in_folder:
             context_id = context_id or f"folder-{secrets.token_hex(6)}"
             options["workspace_path"] = str(self.folder())
@@ -311,9 +318,25 @@ inside.perform({attack.__name__}, {arguments!r})
             remove_tree(str(folder))
 
 
+_STOCKED: set[int] = set()
+"""The servers that have the image."""
+
+
+@pytest.fixture(scope="session")
+def debian_archive(debian_root: Path) -> Iterator[Path]:
+    """An image for attackers, whose user is another than that of other sandboxes."""
+    path = debian_root.parent / "debian.tar"
+    images.archive(debian_root, path, IMAGE)
+    yield path
+    path.unlink()
+
+
 def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
     server = request.getfixturevalue("root_server" if setting.startswith("root") else "user_server")
     attacker = Attacker(setting, server, host)
+    if attacker.on_image and server.pid not in _STOCKED:
+        server.client.images.import_archive(request.getfixturevalue("debian_archive"))
+        _STOCKED.add(server.pid)
     try:
         yield attacker
     finally:
@@ -322,10 +345,18 @@ def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Itera
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The settings of attacks: those of a few modules are also made in a folder of the host."""
-    more = [setting for name, setting in IN_FOLDERS.items() if metafunc.module.__name__.endswith(name)]
+    more = [
+        setting
+        for table in (IN_FOLDERS, ON_IMAGE)
+        for name, setting in table.items()
+        if metafunc.module.__name__.endswith(name)
+    ]
+    if metafunc.config.getoption("--on-image"):
+        more = ["root on an image", "user on an image"]
     for name, settings in {"attacker": ["root", "user"], "compared": ["root", "user", "process"]}.items():
         if name in metafunc.fixturenames:
-            metafunc.parametrize(name, [*settings, *more], indirect=True)
+            own = settings[2:] if metafunc.config.getoption("--on-image") else settings
+            metafunc.parametrize(name, [*own, *more], indirect=True)
 
 
 @pytest.fixture

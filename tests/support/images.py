@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
+import tarfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -25,6 +30,32 @@ def image(root: Path, **more: object) -> RootImage:
     """The image of a root."""
     status = root.stat()
     return RootImage(str(root), (status.st_dev, status.st_ino), **more)  # type: ignore[arg-type]
+
+
+def archive(root: Path, path: Path, name: str) -> None:
+    """Write an archive as `docker save` does, with one layer."""
+    layer = path.with_suffix(".layer")
+    with tarfile.open(layer, "w") as file:
+        file.add(root, ".")
+    digest = hashlib.sha256(layer.read_bytes()).hexdigest()
+    config = {
+        "architecture": {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()],
+        "os": "linux",
+        "config": {"User": "worker", "Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]},
+        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+    }
+    documents = {
+        "config.json": config,
+        "manifest.json": [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}],
+    }
+    with tarfile.open(path, "w") as file:
+        file.add(layer, "layer.tar")
+        for document, value in documents.items():
+            data = json.dumps(value).encode()
+            info = tarfile.TarInfo(document)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    layer.unlink()
 
 
 def empty(root: Path) -> None:

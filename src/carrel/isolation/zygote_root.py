@@ -64,7 +64,8 @@ def enter(
     linux.mount("tmpfs", base, "tmpfs", linux.MS_NOSUID, f"size={rootfs.BASE_SIZE},mode=0755")
     names = folder_mounts.first_names(_top_level(folder_roots))
     rootfs.apply_plan(rootfs.base_plan(links, names=names), base)
-    image_root.make_layers(_STAGE, names)
+    if images:
+        image_root.make_layers(_STAGE, names)
     for target, view in views.items():
         linux.set_mount_attributes(view, linux.MOUNT_ATTR_RDONLY | linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV)
         linux.move_mount(view, base + target)

@@ -22,7 +22,7 @@ from carrel.supervisor.reaper import kill_below, processes
 class SandboxFacts:
     isolated, memory_mb, proxy_port, refusing, trust, secrets_fd, listener = False, 256, None, None, False, -1, None
     workspace = home = sys.argv[1]
-    env, own_path = {}, ""
+    env, own_path, image = {}, "", None
     oom_score_fd = os.open("/dev/null", os.O_WRONLY)
 
 async def until(condition):
