@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 import tempfile
 from collections.abc import Callable
@@ -56,3 +57,20 @@ async def store(storage: ImageStorage, name: str, content: bytes, **config: obje
         for blob in (content, written, manifest):
             storage.add_blob(blob)
         return await storage.add_image(digest_of(manifest), [ImageReference.parse(name)], lambda _progress: None)
+
+
+def docker_archive(name: str, content: bytes, **config: object) -> bytes:
+    """An archive of `docker save` with one image."""
+    _manifest, written = documents(content, **config)
+    listed = [{"Config": "config.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for path, data in (
+            ("layer.tar", content),
+            ("config.json", written),
+            ("manifest.json", json.dumps(listed).encode()),
+        ):
+            info = tarfile.TarInfo(path)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return out.getvalue()

@@ -1,0 +1,72 @@
+"""`carrel run --image` from a real registry, on a machine without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.registry import RegistryServer
+from tests.support.stored_images import layer, small, store
+
+from carrel.images.layer_reading import LayerLimits
+from carrel.images.pulling import push_image
+from carrel.images.reference import ImageReference
+from carrel.images.registry import RegistryAccess, RegistryClient
+from carrel.images.storage import ImageStorage
+
+
+@pytest.fixture(scope="module", params=["plain", "password and TLS"])
+def registry(request: pytest.FixtureRequest) -> Iterator[RegistryServer]:
+    secured = request.param != "plain"
+    server = RegistryServer(password=secured, tls=secured)
+    yield server
+    server.close()
+
+
+def settings(registry: RegistryServer) -> dict[str, str]:
+    if not registry.certificate.exists():
+        return {"CARREL_IMAGES_PLAIN_HTTP": registry.host}
+    given = {"CA_FILE": registry.certificate, "DOCKER_CONFIG": registry.docker_config}
+    return {f"CARREL_IMAGES_{name}": str(path) for name, path in given.items()}
+
+
+async def publish(registry: RegistryServer, place: Path) -> None:
+    storage = ImageStorage(str(place), LayerLimits(1 << 30, 100_000, 200))
+    storage.prepare()
+    image = await store(storage, f"{registry.host}/small:1", layer(small), environment={"PATH": "/usr/bin:/bin"})
+    secured = registry.certificate.exists()
+    access = RegistryAccess(
+        plain_http=frozenset() if secured else frozenset({registry.host}),
+        ca_file=str(registry.certificate) if secured else None,
+        docker_config=str(registry.docker_config),
+    )
+    client = RegistryClient(access)
+    await push_image(client, storage, image, ImageReference.parse(f"{registry.host}/small:1"), lambda _each: None)
+    await client.close()
+
+
+def test_run_from_a_registry_without_a_server(registry: RegistryServer, tmp_path: Path) -> None:
+    asyncio.run(publish(registry, tmp_path / "published"))
+    env = {name: value for name, value in os.environ.items() if not name.startswith("CARREL_")}
+    env |= {"CARREL_DATA_DIR": str(tmp_path / "data"), **settings(registry)}
+
+    def run(*words: str, **more: str) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, "-m", "carrel", "run", *words]
+        return subprocess.run(command, capture_output=True, env=env | more, timeout=120, check=False)
+
+    name = f"{registry.host}/small:1"
+    done = run("--image", name, "--", "cat", "/etc/os-release")
+    assert (done.returncode, done.stdout) == (0, b"ID=copied\n"), done.stderr
+    if registry.certificate.exists():
+        return
+    again = run("--image", name, "--", "cat", "/etc/os-release", CARREL_IMAGES_REGISTRIES="elsewhere.example")
+    assert again.stdout == b"ID=copied\n", "the image is kept, and needs no registry any more"
+    missing = run("--image", f"{registry.host}/small:2", "--", "true")
+    assert missing.returncode != 0 and b"small:2" in missing.stderr and b"hint" in missing.stderr
+    refused = run("--image", f"{registry.host}/small:2", "--", "true", CARREL_IMAGES_REGISTRIES="elsewhere.example")
+    assert b"CARREL_IMAGES_REGISTRIES" in refused.stderr
