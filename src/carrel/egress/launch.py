@@ -67,7 +67,8 @@ def confine(writable: Sequence[str], more: Iterable[str] = ()) -> bool:
     """Confine this process and its children, irrevocably; return False if the kernel has no Landlock. They can write to
     `writable`, which must exist, and read `more`.
     """
-    linux.drop_bounding_set()
+    with suppress(PermissionError):  # an ordinary user has nothing to drop, and no exec can bring anything after this
+        linux.drop_bounding_set()
     linux.drop_capabilities()
     libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tarfile
 from pathlib import Path
 
@@ -52,8 +51,10 @@ def packed(directory: Path) -> str:
 def context(tmp_path: Path) -> Path:
     directory = tmp_path / "context"
     images.debian(directory / "rootfs", python=False, programs=["sh", "cat", "rm", "mkdir", "id", "date", "ls", "stat"])
-    # The files of the image belong to root there, but for the home of its other user, whom a RUN line makes the owner.
-    os.chmod(directory / "rootfs/home/other", 0o777)
+    with (directory / "rootfs/etc/passwd").open("a") as users:
+        users.write("worker:x:1235:56:w:/home/other:/bin/sh\n")
+    (directory / "rootfs/home/other").mkdir()
+    (directory / "rootfs/home/other").chmod(0o777)
     (directory / "a.txt").write_text("a")
     (directory / "Dockerfile").write_text(DOCKERFILE)
     with tarfile.open(directory / "archive.tar.gz", "w:gz") as archive:
@@ -78,7 +79,7 @@ async def test_a_dockerfile_of_several_stages(plane: ControlPlane, context: Path
     look = "cat /copied/made /unpacked/inside/a /home/other/uid; ls /etc/os-release /copied; stat -c %U /home/other/dir /made"
     done = await plane.operations.run_command(ADMIN, "c", CommandRequest(command=look))
     assert done.stdout.split() == [
-        "bye", "an", "env", "/src", "0", "a1234", "/etc/os-release", "/copied:", "group", "made", "worker"
+        "bye", "an", "env", "/src", "0", "a1235", "/etc/os-release", "/copied:", "group", "made", "worker"
     ]  # fmt: skip
     now = (await plane.operations.run_command(ADMIN, "c", CommandRequest(command="cat /now"))).stdout
 
