@@ -37,12 +37,18 @@ def module_of(function: str, calls: Sequence[Call]) -> str | None:
     return next((call.module for call in calls if f"{call.module}.{call.function}" == function), None)
 
 
+def spawned_on_request(calls: Sequence[Call]) -> bool:
+    named = [f"{call.module}.{call.function}" for call in calls]
+    request, spawn = "carrel.supervisor.app.Supervisor._start", "carrel.supervisor.reaper.spawn"
+    return request in named and spawn in named and named.index(request) < named.index(spawn)
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[list[Call]]:
     """The calls of some runs of one command, of all processes in the order of time.
 
-    A runner starts a command while the supervisor still reaps the one before, which happens on a busy machine: those
-    runs are left out.
+    If the supervisor is still reaping the command before, it starts the command another way, or has just started a
+    runner for it: those runs are left out.
     """
     folder = tmp_path_factory.mktemp("calls")
     shutil.copy(call_trace.__file__, folder / "sitecustomize.py")
@@ -63,7 +69,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[list[Call]]:
         sorted([*calls, *(call for call in theirs if first <= call.at <= last)])
         for calls, (first, last) in zip(mine, bounds, strict=True)
     ]
-    direct = [calls for calls in found if module_of("carrel.supervisor.reaper.spawn", calls) is not None]
+    direct = [calls for calls in found if spawned_on_request(calls)]
     assert len(direct) >= ENOUGH
     return direct
 

@@ -140,7 +140,7 @@ def test_mounts_are_confined(attacker):
                 wrong.append(f"writable: {point}")
             if "nosuid" not in options:
                 wrong.append(f"setuid: {point}")
-            if "nodev" not in options and point not in devices | {"/", "/dev/pts"}:
+            if "nodev" not in options and point not in devices | {"/", "/dev", "/dev/pts"}:
                 wrong.append(f"devices: {point}")
         return wrong or None
 

@@ -44,7 +44,7 @@ def wait_for(condition, seconds=30):
 
 @pytest.fixture
 def marker(attacker):
-    return f"marker-{attacker.setting}-{os.urandom(6).hex()}"
+    return f"marker-{attacker.setting.replace(' ', '-')}-{os.urandom(6).hex()}"
 
 
 def daemon(box, marker):

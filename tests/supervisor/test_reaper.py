@@ -283,7 +283,7 @@ def test_new_runner_leaves_garbage_of_the_supervisor_collectable() -> None:
     finally:
         os.close(score)
     gc.collect()
-    assert gc.get_freeze_count() == frozen
+    assert gc.get_freeze_count() <= frozen  # an object that was frozen before may have died meanwhile
     assert [alive for alive in dropped if alive() is not None] == []
 
 

@@ -5,6 +5,7 @@ that may install from there.
 from __future__ import annotations
 
 import io
+import os
 import tarfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,10 +16,13 @@ from tests.support.indexes import IndexServer, serving, wheel
 from carrel.control.plane import ControlPlane
 from carrel.models import EnvironmentAttach, EnvironmentInfo, PolicyDocuments, SandboxRequest
 
+PYTHON = os.path.basename(os.path.realpath("/usr/bin/python3"))
+"""The Python of sandboxes, such as `python3.11`."""
+
 _BACKEND = """
 import os, zipfile
 
-SITE = "/workspace/env/lib/python3.11/site-packages"
+SITE = "/workspace/env/lib/{python}/site-packages"
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     said = []
@@ -49,7 +53,7 @@ def source_package(name: str, code: str) -> tuple[str, bytes]:
     files = {
         "PKG-INFO": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
         "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
-        "backend.py": _BACKEND.format(name=name, module=module, code=body),
+        "backend.py": _BACKEND.format(name=name, module=module, code=body, python=PYTHON),
     }
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:

@@ -112,6 +112,8 @@ def mount(image: int, base: str, *, trust: bool, writable: bool = False) -> str:
     for path in _SHARED:
         tree = linux.open_tree(base + path, recursive=True)
         try:
+            if path != "/dev":  # the base root, of which this may be a part, has devices
+                linux.set_mount_attributes(tree, linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV)
             linux.move_mount(tree, MERGED + path)
         finally:
             os.close(tree)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.calls import ADMIN
-from tests.support.environments_ground import attach, context, sources, stocked
+from tests.support.environments_ground import PYTHON, attach, context, sources, stocked
 from tests.support.sandboxes import until
 
 from carrel.audit import Filter, chain_of
@@ -92,8 +92,8 @@ async def test_the_contexts_own_on_top_of_a_shared_one(plane: ControlPlane) -> N
         name = await context(plane, index, network="allowlist")
         shared = await plane.envs.attach(ADMIN, name, EnvironmentAttach(requirements=["plank"], venv=True))
         look = "python3 -c 'import plank, nail; print(plank.__file__, nail.__file__)'"
-        own = "/workspace/.venv/lib/python3.11/site-packages"
-        both = f"{shared.path}/lib/python3.11/site-packages/plank/__init__.py {own}/nail/__init__.py\n"
+        own = f"/workspace/.venv/lib/{PYTHON}/site-packages"
+        both = f"{shared.path}/lib/{PYTHON}/site-packages/plank/__init__.py {own}/nail/__init__.py\n"
         assert (await run(plane, name, f"pip install -q nail && {look}")) == both
         assert "already satisfied" in await run(plane, name, "pip install plank")
         await plane.operations.stop(ADMIN, name)
@@ -117,7 +117,7 @@ async def test_installed_by_the_agent_and_kept(plane: ControlPlane) -> None:
         assert "system-wide" not in await run(
             plane, name, "python3 -m pip install -q plank && python3 -m pip --version"
         )
-        found = "/workspace/.venv/lib/python3.11/site-packages/shelf/__init__.py\n"
+        found = f"/workspace/.venv/lib/{PYTHON}/site-packages/shelf/__init__.py\n"
         code = "python3 -c 'import shelf; print(shelf.__file__)'"
         assert (await run(plane, name, f"pip install -q --user shelf && {code}")) == found
         assert await run(plane, name, "cd data && uv pip install -q nail && python3 -c 'import nail'") == ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.calls import ADMIN
-from tests.support.environments_ground import attach, context, source_package, sources, stocked
+from tests.support.environments_ground import PYTHON, attach, context, source_package, sources, stocked
 from tests.support.indexes import wheel
 from tests.support.sandboxes import until
 
@@ -41,7 +41,7 @@ async def test_built_once_and_seen_at_once_by_every_sandbox(plane: ControlPlane)
         path = found[0].path
         for name in (one, two):
             code = f"{path}/bin/python -c 'import shelf, plank; print(shelf.version, plank.__file__)'"
-            assert await said(plane, name, code) == f"1.0 {path}/lib/python3.11/site-packages/plank/__init__.py\n"
+            assert await said(plane, name, code) == f"1.0 {path}/lib/{PYTHON}/site-packages/plank/__init__.py\n"
         asked = list(index.asked)
         third = await context(plane, index, "three")
         assert (await attach(plane, third, "shelf")).name == found[0].name

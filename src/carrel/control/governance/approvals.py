@@ -25,6 +25,7 @@ from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.sessions.attachments import Attachment
 from carrel.errors import ApprovalNeeded, CarrelError, Conflict, Denied, NotFound
 from carrel.models import ApprovalDecision, ApprovalInfo, ApprovalPage, ApprovalScope, ApprovalState
+from carrel.models.operations import DELETE_MANY_FILES
 from carrel.policy.verdict import Verdict
 from carrel.store.approvals import ApprovalRecord, ApprovalStore
 
@@ -38,6 +39,8 @@ _BLANKS = re.compile(r"[ \t]+")
 _SAYS_NOTHING = frozenset({"command", "digest", "interactive", "timeout"})
 MOST_WAITING = 100
 """How many requests of one context may wait at once: nobody reads more, and other contexts must stay visible."""
+_WITHOUT_ID = frozenset({"network", "mcp"})
+"""Kinds of operations whose caller, a program, cannot send the id of an approval that was given meanwhile."""
 DAY_S = 86_400.0
 LOOK_EVERY_S = 1.0
 """How often a waiting request reads the database: the decision may be made on another server."""
@@ -197,7 +200,7 @@ class Approvals(Attachment):
             granted = await self._store.granted(call.context_id, name)
             if granted is not None:
                 return granted
-        if call.kind in {"network", "mcp"}:  # a connection or an MCP client cannot send the id of an approval
+        if call.kind in _WITHOUT_ID or call.name == DELETE_MANY_FILES.name:
             ready = await self._store.ready(call.context_id, name, now - self._ttl_s, asker)
             if ready is not None:
                 return ready
