@@ -219,6 +219,71 @@ class EnvironmentSettings(_Group):
     build_timeout_s: TimeoutS = Field(default=1800.0, description="most seconds for resolving, and for building")
 
 
+class ImageSettings(_Group):
+    """OCI images: the root file systems of sandboxes. Lists of registries are separated by `,`."""
+
+    registry: str = Field(
+        default="docker.io", min_length=1, max_length=255, description="the registry of images that name none"
+    )
+    registries: str = Field(
+        default="",
+        description="the registries that images may come from, for example `docker.io,ghcr.io`; by default all",
+    )
+    plain_http: str = Field(
+        default="", description="registries that are reached without TLS, for example `localhost:5000`"
+    )
+    unverified: str = Field(default="", description="registries whose certificate is not checked")
+    ca_file: str | None = Field(
+        default=None, min_length=1, description="a PEM file with certificates to trust besides those of the system"
+    )
+    docker_config: str | None = Field(
+        default=None,
+        min_length=1,
+        description="the Docker configuration file with the credentials of registries; by default "
+        "`$DOCKER_CONFIG/config.json` or `~/.docker/config.json`",
+    )
+    platform: str = Field(
+        default="",
+        pattern=r"^([a-z0-9]+/[a-z0-9_]+(/[a-z0-9]+)?)?$",
+        description="the platform of images that have several, for example `linux/arm64`; by default that of this host",
+    )
+    downloads: int = Field(default=4, ge=1, le=64, description="layers that are downloaded at once")
+    timeout_s: TimeoutS = Field(default=60.0, description="seconds without a byte until a registry has failed")
+    max_mb: int = Field(
+        default=51_200, ge=1, description="disk space for images; beyond it the least recently used are removed"
+    )
+    ttl_days: float = Field(default=30.0, gt=0, description="days without use until an image is removed")
+    layer_max_mb: int = Field(default=16_384, ge=1, description="largest size of one unpacked layer")
+    layer_max_entries: int = Field(
+        default=1_000_000, ge=1, description="most files, directories and links in one layer"
+    )
+    layer_max_ratio: int = Field(
+        default=200,
+        ge=1,
+        description="how many times larger than its compressed form a layer may be; a layer of less than 64 MB may "
+        "always be unpacked",
+    )
+
+    @property
+    def registry_names(self) -> frozenset[str]:
+        """The registries that images may come from; empty for all."""
+        return _names(self.registries)
+
+    @property
+    def plain_http_names(self) -> frozenset[str]:
+        """The registries that are reached without TLS."""
+        return _names(self.plain_http)
+
+    @property
+    def unverified_names(self) -> frozenset[str]:
+        """The registries whose certificate is not checked."""
+        return _names(self.unverified)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(name.strip().lower() for name in text.split(",") if name.strip())
+
+
 class McpSettings(_Group):
     """MCP servers of contexts."""
 
@@ -313,6 +378,7 @@ class Settings(_Group):
     audit: AuditSettings = Field(default_factory=AuditSettings)
     egress: EgressSettings = Field(default_factory=EgressSettings)
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
+    images: ImageSettings = Field(default_factory=ImageSettings)
     router: RouterSettings = Field(default_factory=RouterSettings)
     mcp: McpSettings = Field(default_factory=McpSettings)
     checkpoints: CheckpointSettings = Field(default_factory=CheckpointSettings)

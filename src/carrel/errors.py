@@ -16,7 +16,9 @@
     │   ├── NotRunning          409
     │   └── RunsElsewhere       409  another server on the same database has the session; `node`
     ├── Unsupported             422  the provider or the host lacks a capability
+    ├── ImageRefused            422  an image is damaged, hostile, too large or not for this machine
     ├── LimitExceeded           429  a quota or a capacity is used up
+    ├── RegistryFailed          502  an image registry does not answer, refuses, or broke the protocol
     ├── McpServerFailed         502  an MCP server died, did not start, or broke the protocol
     ├── CommandFailed           —    only with `check=True`; otherwise a non-zero exit code is a result
     └── PlatformError           500  carrel itself or its host failed; never the result of a command
@@ -176,10 +178,22 @@ class Unsupported(CarrelError):
     code, status, title = "unsupported", 422, "Not supported here"
 
 
+class ImageRefused(CarrelError):
+    """An image is damaged, hostile, too large or not for this machine. Nothing of it is kept."""
+
+    code, status, title = "image_refused", 422, "The image is refused"
+
+
 class LimitExceeded(CarrelError):
     """A quota or a capacity is used up."""
 
     code, status, title = "limit_exceeded", 429, "Limit reached"
+
+
+class RegistryFailed(CarrelError):
+    """An image registry does not answer, refuses the request, or broke the protocol. This is not a failure of carrel."""
+
+    code, status, title = "registry_failed", 502, "The image registry failed"
 
 
 class McpServerFailed(CarrelError):
