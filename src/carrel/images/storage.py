@@ -32,9 +32,10 @@ from types import TracebackType
 from typing import Any
 
 from carrel.errors import ImageRefused, NotFound, PlatformError, from_problem
+from carrel.images.assembly import LAYER_RECORD
 from carrel.images.documents import ImageConfig, ImageManifest, digest_of, parse_config, parse_manifest
+from carrel.images.layer_reading import LayerLimits
 from carrel.images.reference import ImageReference
-from carrel.images.unpack import LAYER_RECORD, LayerLimits
 from carrel.primitives import libc
 from carrel.primitives.atomic import sync_directory, write_file
 from carrel.primitives.cache import Cache
@@ -271,7 +272,8 @@ class ImageStorage:
                 return
             source = path or self.blob_path(blob)
             total = total or os.stat(source).st_size
-            words = ["unpack", source, diff_id, *self.limits.words()]
+            checked = "" if blob == diff_id else diff_id  # a blob that is not compressed was checked when it came
+            words = ["unpack", source, checked, *self.limits.words()]
             async with self._children:
                 await self._make(
                     words,
@@ -547,7 +549,7 @@ def _read_record(path: str) -> dict[str, Any]:
 def _run_child(words: Sequence[str], started: list[subprocess.Popen[bytes]], report: Callable[[int], None]) -> None:
     """Run `carrel.images.unpack` and wait for it. Its last line is its result or its problem."""
     with subprocess.Popen(
-        [sys.executable, "-m", "carrel.images.unpack", *words],
+        [sys.executable, "-m", "carrel.images.unpack", str(os.getpid()), *words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
