@@ -1,12 +1,99 @@
-"""Import of `docker save` archives and OCI layouts, and export as an OCI layout."""
+"""Import of `docker save` archives and OCI layouts, and export as an OCI layout.
+
+An archive is hostile. Its content is read by exact names, each bounded, and never unpacked as a whole. Blobs get the
+digest that their bytes have; what an archive claims about them is compared, never believed.
+"""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
+import os
+import re
+import secrets
+import tarfile
+import zlib
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import IO, Any, Protocol
 
-from carrel.images.documents import ImagePlatform
+from carrel.errors import AlreadyExists, CarrelError, ImageRefused, InvalidRequest, PlatformError
+from carrel.images.documents import (
+    LARGEST_DOCUMENT,
+    OCI_CONFIG,
+    OCI_INDEX,
+    OCI_LAYER,
+    OCI_MANIFEST,
+    BlobDescriptor,
+    ImageIndex,
+    ImageManifest,
+    ImagePlatform,
+    digest_of,
+    encode,
+    parse_config,
+    parse_manifest,
+    read_json,
+)
 from carrel.images.reference import ImageReference
-from carrel.images.storage import ImageStorage, Progress, StoredImage
+from carrel.images.storage import ImageStorage, LayerProgress, Progress, StoredImage
+from carrel.primitives.atomic import draft, write_all
+from carrel.threads import run_to_end
+
+_PIECE = 1 << 20
+_MOST_MEMBERS = 20_000
+_MOST_IMAGES = 100
+_NAMED = "org.opencontainers.image.ref.name"
+_CONTAINERD_NAME = "io.containerd.image.name"
+_LAYOUT = b'{"imageLayoutVersion":"1.0.0"}'
+
+
+class _Source(Protocol):
+    """The files of an archive."""
+
+    def open(self, name: str) -> IO[bytes] | None: ...
+
+    def close(self) -> None: ...
+
+
+class _Folder:
+    def __init__(self, path: str):
+        self._root = os.path.realpath(path)
+
+    def open(self, name: str) -> IO[bytes] | None:
+        path = os.path.realpath(os.path.join(self._root, name))
+        if not path.startswith(self._root + "/") or not os.path.isfile(path):
+            return None
+        return open(path, "rb")
+
+    def close(self) -> None:
+        pass
+
+
+class _Tar:
+    """A tar file. `docker save` of old versions links equal layers to one another."""
+
+    def __init__(self, path: str):
+        try:
+            self._tar = tarfile.open(path, "r:")  # noqa: SIM115 - closed by `close`
+            self._members: dict[str, tarfile.TarInfo] = {}
+            for count, member in enumerate(self._tar):
+                if count >= _MOST_MEMBERS:
+                    raise ImageRefused(f"the archive has more than {_MOST_MEMBERS} files", field="path")
+                self._members[os.path.normpath(member.name)] = member
+        except (tarfile.TarError, EOFError, ValueError) as error:
+            raise ImageRefused(f"{path} is not a tar file: {error}", field="path") from None
+
+    def open(self, name: str) -> IO[bytes] | None:
+        member = self._members.get(os.path.normpath(name))
+        for _ in range(2):
+            if member is not None and (member.issym() or member.islnk()):
+                near = os.path.dirname(member.name) if member.issym() else ""
+                member = self._members.get(os.path.normpath(os.path.join(near, member.linkname)))
+        return self._tar.extractfile(member) if member is not None and member.isreg() else None
+
+    def close(self) -> None:
+        self._tar.close()
 
 
 async def import_archive(
@@ -17,13 +104,262 @@ async def import_archive(
     *,
     name: ImageReference | None = None,
 ) -> list[StoredImage]:
-    """Store the images of a `docker save` archive or an OCI layout: a directory, or a tar file that may be compressed.
+    """Store the images of a `docker save` archive or an OCI layout: a directory, or a tar file, plain or gzip.
 
     The images get the names in the archive; `name` replaces them if the archive has one image.
     """
-    raise NotImplementedError
+    with storage.adding():
+        found = await run_to_end(lambda: _Import(storage, path, platform).run())
+        if not found:
+            raise ImageRefused(f"{path} has no image for {platform}", field="path")
+        if name is not None and len(found) > 1:
+            raise InvalidRequest(
+                f"{path} has {len(found)} images, and one name was given", field="name", hint="import it without a name"
+            )
+        stored = []
+        for digest, names in found:
+            image = await storage.add_image(digest, [name] if name is not None else names, progress)
+            for layer in image.manifest.layers:
+                progress(LayerProgress(layer.digest, "done", layer.size, layer.size))
+            stored.append(image)
+        return stored
+
+
+class _Import:
+    """One archive on its way into the storage. Blocking."""
+
+    def __init__(self, storage: ImageStorage, path: str, platform: ImagePlatform):
+        self._storage = storage
+        self._path = path
+        self._platform = platform
+        self._source: _Source
+
+    def run(self) -> list[tuple[str, list[ImageReference]]]:
+        """Store all blobs, and return the digest of each manifest with its names."""
+        plain = f"{self._storage.partial_path('import')}.{secrets.token_hex(8)}"
+        try:
+            if os.path.isdir(self._path):
+                self._source = _Folder(self._path)
+            elif _is_gzip(self._path):
+                self._gunzip(plain)
+                self._source = _Tar(plain)
+            else:
+                self._source = _Tar(self._path)
+        except (OSError, EOFError, zlib.error) as error:
+            raise InvalidRequest(f"cannot read {self._path}: {error}", field="path") from None
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(plain)  # it stays open
+        try:
+            # Newer versions of `docker save` write both; the layout keeps the digests of the registry.
+            index = self._document("index.json")
+            if index is not None and self._document("oci-layout") is not None:
+                return self._layout(index)
+            manifests = self._document("manifest.json")
+            if manifests is not None:
+                return self._docker(manifests)
+        except (tarfile.TarError, EOFError, OSError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise PlatformError(f"the import of {self._path} failed: {error.strerror}") from None
+            raise ImageRefused(f"{self._path} is damaged: {error}", field="path") from None
+        finally:
+            self._source.close()
+        raise ImageRefused(
+            f"{self._path} is no image: it has neither index.json nor manifest.json",
+            field="path",
+            hint="make it with `docker save`, or as an OCI layout",
+        )
+
+    def _gunzip(self, target: str) -> None:
+        """Decompress the archive: its files are not read in their order."""
+        most, done = self._storage.limits.max_bytes, 0
+        with gzip.open(self._path) as source, open(target, "xb", buffering=0) as plain:
+            while piece := source.read(_PIECE):
+                done += len(piece)
+                if done > most:
+                    raise ImageRefused(
+                        f"{self._path} unpacks to more than {most >> 20} MiB",
+                        field="path",
+                        hint="raise images.layer_max_mb if you trust this archive",
+                    )
+                write_all(plain.fileno(), piece)
+
+    def _document(self, name: str) -> bytes | None:
+        file = self._source.open(name)
+        if file is None:
+            return None
+        with file:
+            data = file.read(LARGEST_DOCUMENT + 1)
+        if len(data) > LARGEST_DOCUMENT:
+            raise ImageRefused(f"{name} in {self._path} is too large", field="path")
+        return data
+
+    # OCI layouts
+
+    def _layout(self, data: bytes) -> list[tuple[str, list[ImageReference]]]:
+        found: dict[str, list[ImageReference]] = {}
+        index = parse_manifest(data, OCI_INDEX)
+        if not isinstance(index, ImageIndex):
+            raise ImageRefused(f"index.json in {self._path} is not an index", field="path")
+        for entry in index.manifests[:_MOST_IMAGES]:
+            if entry.platform is not None and entry.platform.architecture != self._platform.architecture:
+                continue
+            raw = self._blob(entry)
+            document = parse_manifest(raw, entry.media_type)
+            if isinstance(document, ImageIndex):
+                raw = self._blob(document.choose(self._platform))
+                document = parse_manifest(raw)
+            if isinstance(document, ImageIndex):
+                raise ImageRefused("an index of the archive leads to another index", field="path")
+            for blob in (document.config, *document.layers):
+                if not self._storage.has_blob(blob.digest):
+                    self._copy(_blob_name(blob.digest), blob.digest, blob.size)
+            self._storage.add_blob(raw)
+            text = entry.annotations.get(_CONTAINERD_NAME) or entry.annotations.get(_NAMED)
+            found.setdefault(digest_of(raw), []).extend(_references([text] if text else []))
+        return list(found.items())
+
+    def _blob(self, descriptor: BlobDescriptor) -> bytes:
+        data = self._document(_blob_name(descriptor.digest))
+        if data is None or digest_of(data) != descriptor.digest:
+            raise ImageRefused(f"{descriptor.digest[:19]} in {self._path} is missing or damaged", field="path")
+        return data
+
+    # `docker save`
+
+    def _docker(self, data: bytes) -> list[tuple[str, list[ImageReference]]]:
+        found = []
+        for entry in _list(read_json(b'{"images":' + data + b"}", "manifest.json").get("images"))[:_MOST_IMAGES]:
+            config_name, layer_names = _get(entry, "Config"), _list(_get(entry, "Layers"))
+            config_data = self._document(config_name) if isinstance(config_name, str) else None
+            if config_data is None or not all(isinstance(each, str) for each in layer_names):
+                raise ImageRefused(f"manifest.json in {self._path} is not valid", field="path")
+            config = parse_config(config_data)
+            if len(config.diff_ids) != len(layer_names):
+                raise ImageRefused("the image's manifest and configuration list different layers", field="path")
+            layers = []
+            for layer_name, diff_id in zip(layer_names, config.diff_ids, strict=True):
+                if not self._storage.has_blob(diff_id):
+                    digest, size = self._copy(layer_name)
+                else:
+                    digest, size = diff_id, os.stat(self._storage.blob_path(diff_id)).st_size
+                layers.append(BlobDescriptor(mediaType=OCI_LAYER, digest=digest, size=size))
+            self._storage.add_blob(config_data)
+            config_blob = BlobDescriptor(mediaType=OCI_CONFIG, digest=digest_of(config_data), size=len(config_data))
+            manifest = self._storage.add_blob(ImageManifest.of(config_blob, layers))
+            tags = [tag for tag in _list(_get(entry, "RepoTags")) if isinstance(tag, str)]
+            found.append((manifest, _references(tags)))
+        return found
+
+    def _copy(self, name: str, digest: str | None = None, size: int | None = None) -> tuple[str, int]:
+        """Store a file of the archive as a blob, which must have this digest and size. Returns what it has."""
+        file = self._source.open(name)
+        if file is None:
+            raise ImageRefused(f"{name[:200]} is missing in {self._path}", field="path")
+        most = self._storage.limits.max_bytes
+        partial = f"{self._storage.partial_path('import')}.{secrets.token_hex(8)}"
+        hashed, done = hashlib.sha256(), 0
+        try:
+            with file, open(partial, "xb", buffering=0) as target:
+                while piece := file.read(_PIECE):
+                    hashed.update(piece)
+                    done += len(piece)
+                    if done > (most if size is None else size):
+                        break
+                    write_all(target.fileno(), piece)
+            actual = f"sha256:{hashed.hexdigest()}"
+            if done > most or actual != (digest or actual) or done != (done if size is None else size):
+                raise ImageRefused(
+                    f"{name[:200]} in {self._path} is too large, or not what its digest and size promise", field="path"
+                )
+            self._storage.place_blob(partial, actual)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(partial)
+            raise
+        return actual, done
+
+
+def _is_gzip(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"\x1f\x8b"
+
+
+def _blob_name(digest: str) -> str:
+    return f"blobs/sha256/{digest.removeprefix('sha256:')}"
+
+
+def _get(value: Any, key: str) -> Any:
+    return value.get(key) if isinstance(value, dict) else None
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _references(texts: Sequence[str]) -> list[ImageReference]:
+    """Return the names that are references. In a layout a name may be a tag alone, which says nothing here."""
+    found = []
+    for text in texts[:_MOST_IMAGES]:
+        if not re.search(r"[/:]", text):
+            continue
+        try:
+            found.append(ImageReference.parse(text))
+        except CarrelError:
+            continue
+    return found
 
 
 async def export_layout(storage: ImageStorage, images: Sequence[StoredImage], path: str) -> None:
     """Write images as an OCI layout: a new directory, or a tar file if `path` ends with `.tar`."""
-    raise NotImplementedError
+    with storage.adding():
+        await run_to_end(lambda: _export(storage, images, path))
+
+
+def _export(storage: ImageStorage, images: Sequence[StoredImage], path: str) -> None:
+    entries = []
+    blobs: dict[str, None] = {}
+    for image in images:
+        size = os.stat(storage.blob_path(image.digest)).st_size
+        entry: dict[str, object] = {"mediaType": image.manifest.media_type or OCI_MANIFEST, "digest": image.digest}
+        for name in image.names or ("",):
+            notes = {_CONTAINERD_NAME: name, _NAMED: name} if name else {}
+            entries.append({**entry, "size": size, "annotations": notes})
+        blobs.update(
+            dict.fromkeys((image.digest, *(b.digest for b in (image.manifest.config, *image.manifest.layers))))
+        )
+    index = encode({"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": entries})
+    try:
+        if path.endswith(".tar"):
+            with draft(path, mode=0o644, replace=False) as descriptor, open(descriptor, "wb", closefd=False) as file:
+                _write_tar(file, storage, list(blobs), index)
+        else:
+            os.makedirs(os.path.join(path, "blobs", "sha256"))
+            for digest in blobs:
+                _copy_file(storage.blob_path(digest), os.path.join(path, _blob_name(digest)))
+            for name, data in (("index.json", index), ("oci-layout", _LAYOUT)):
+                with open(os.path.join(path, name), "xb") as written:
+                    written.write(data)
+    except FileExistsError:
+        raise AlreadyExists(f"{path} exists already", field="path", hint="choose a new path") from None
+    except OSError as error:
+        raise PlatformError(f"cannot write {path}: {error.strerror}", field="path") from None
+
+
+def _write_tar(file: IO[bytes], storage: ImageStorage, blobs: Sequence[str], index: bytes) -> None:
+    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, data in (("oci-layout", _LAYOUT), ("index.json", index)):
+            info = tarfile.TarInfo(name)
+            info.size, info.mode = len(data), 0o644
+            tar.addfile(info, io.BytesIO(data))
+        for digest in blobs:
+            with open(storage.blob_path(digest), "rb") as blob:
+                info = tarfile.TarInfo(_blob_name(digest))
+                info.size, info.mode = os.fstat(blob.fileno()).st_size, 0o644
+                tar.addfile(info, blob)
+
+
+def _copy_file(source: str, target: str) -> None:
+    with open(source, "rb") as origin, open(target, "xb", buffering=0) as copy:
+        while piece := origin.read(_PIECE):
+            write_all(copy.fileno(), piece)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from carrel.errors import ImageRefused, NotFound, PlatformError, from_problem
+from carrel.errors import CarrelError, ImageRefused, NotFound, PlatformError, from_problem
 from carrel.images.assembly import LAYER_RECORD
 from carrel.images.documents import ImageConfig, ImageManifest, digest_of, parse_config, parse_manifest
 from carrel.images.layer_reading import LayerLimits
@@ -227,6 +227,10 @@ class ImageStorage:
         """Return the path of a blob, to read it. It may not exist."""
         return self._path("blobs", digest)
 
+    def blob_lock(self, digest: str) -> asyncio.Lock:
+        """Return the lock of those in this process who bring a blob here."""
+        return self._locks.of(("blob", digest))
+
     def partial_path(self, digest: str) -> str:
         """Return the path for a download of a blob that may be resumed. See `place_blob`."""
         return self._path("partial", digest)
@@ -295,9 +299,12 @@ class ImageStorage:
                 f"the image has {len(document.layers)} layers, and its configuration lists {len(config.diff_ids)}",
                 field="image",
             )
-        async with asyncio.TaskGroup() as group:
-            for layer, diff_id in zip(document.layers, config.diff_ids, strict=True):
-                group.create_task(self.unpack_layer(layer.digest, diff_id, progress))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for layer, diff_id in zip(document.layers, config.diff_ids, strict=True):
+                    group.create_task(self.unpack_layer(layer.digest, diff_id, progress))
+        except* CarrelError as errors:
+            raise first_error(errors) from None
         root = self._path("roots", config.chain_id)
         async with self._locks.of(config.chain_id):
             if not os.path.exists(root):
@@ -538,6 +545,15 @@ class ImageStorage:
                 process.kill()
 
         await run_to_end(work, stop=stop)
+
+
+def first_error(errors: BaseExceptionGroup[CarrelError]) -> CarrelError:
+    """Return one of the errors of several layers: the others have the same cause, or follow from it."""
+    found: BaseException = errors
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    assert isinstance(found, CarrelError)
+    return found
 
 
 def _read_record(path: str) -> dict[str, Any]:
