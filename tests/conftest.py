@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 from tests.support.fork_server import CARREL, EGRESS, ZYGOTE, Subprocess, forking
 from tests.support.postgres import Postgres
+from tests.support.registry import RegistryServer
 from tests.support.s3 import S3Server
 from tests.support.sandboxes import KINDS, Box, House, Supervisor, parent
 from tests.support.servers import LITTLE, MUCH, ROOT, Server, science
@@ -118,6 +119,22 @@ def carrel_forks() -> Iterator[None]:
 def s3() -> Iterator[S3Server]:
     """One S3 server for the whole run; a test that stops it starts it again."""
     server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def registry() -> Iterator[RegistryServer]:
+    """One image registry for the whole run, over plain HTTP and without a password."""
+    server = RegistryServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def private_registry() -> Iterator[RegistryServer]:
+    """One image registry for the whole run with a password and a certificate of its own."""
+    server = RegistryServer(password=True, tls=True)
     yield server
     server.close()
 

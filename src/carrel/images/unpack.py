@@ -85,7 +85,6 @@ class _Unpacking:
                 told = time.monotonic()
                 _say({"bytes": self._reader.consumed})
         self._reader.finish()
-        self._close_folders()
         return {
             "bytes": self._bytes,
             "folders": {os.fsdecode(path): self._attributes(entry) for path, entry in self._folders.items() if entry},
@@ -146,12 +145,13 @@ class _Unpacking:
             self._folders[path] = None
             self._bytes += _BLOCK_BYTES
         if len(self._open) >= _OPEN:
-            self._close_folders()
+            self.close_folders()
         found = libc.open_without_links(os.fsdecode(path), self._root, DIRECTORY)
         self._open[path] = found
         return found
 
-    def _close_folders(self) -> None:
+    def close_folders(self) -> None:
+        """Close all directories but the root."""
         for path, descriptor in self._open.items():
             if path:
                 os.close(descriptor)
@@ -226,7 +226,8 @@ class _Unpacking:
             with suppress(FileNotFoundError):
                 os.link(last, base, src_dir_fd=self._directory(above), dst_dir_fd=folder, follow_symlinks=False)
                 return
-        self._borrowed[name] = target  # of a lower layer, or of none: then the assembly refuses it
+        # The file is of a lower layer, or of none: then the assembly refuses it.
+        self._borrowed[name] = self._borrowed.get(target, target)
 
     def _clear(self, name: bytes, parent: bytes, base: bytes) -> int:
         """Remove what an earlier entry of the layer made at this path, and return the open parent."""
@@ -307,9 +308,11 @@ def unpack(target: str, source: str, diff_id: str, limits: LayerLimits) -> None:
     root = os.open(tree, DIRECTORY)
     try:
         reader = LayerReader(source, limits, diff_id)
+        unpacking = _Unpacking(root, reader)
         try:
-            record = _Unpacking(root, reader).run(limits.max_entries * _NAME_BYTES)
+            record = unpacking.run(limits.max_entries * _NAME_BYTES)
         finally:
+            unpacking.close_folders()
             reader.close()
     finally:
         os.close(root)
