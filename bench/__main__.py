@@ -56,6 +56,7 @@ BENCHMARKS = {
         Benchmark("snapshots", "snapshot, restore and fork of 1 GB in 20,000 files"),
         Benchmark("usage", "reading the usage of 200 workspaces every 30 s"),
         Benchmark("envs", "a Python environment that lies ready, attached to a running sandbox"),
+        Benchmark("images", "unpacking a layer of an image beside GNU tar"),
         Benchmark("resume", "a stopped context, to the end of its first command"),
         Benchmark("redact", "taking 100 secrets out of output, MB/s"),
         Benchmark("policy", "a decision about a command, 60 and 10,000 rules"),

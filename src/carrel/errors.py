@@ -191,7 +191,7 @@ class LimitExceeded(CarrelError):
 
 
 class RegistryFailed(CarrelError):
-    """An image registry does not answer, refuses the request, or broke the protocol. This is not a failure of carrel."""
+    """An image registry does not answer, refuses, or broke the protocol. This is not a failure of carrel."""
 
     code, status, title = "registry_failed", 502, "The image registry failed"
 

@@ -118,8 +118,9 @@ def store_blobs(storage: ImageStorage, layers: list[tuple[bytes, bytes]], **conf
     """Put an image into a storage as blobs, and return the digest of its manifest. A layer is its blob and its tar."""
     diff_ids = tuple(f"sha256:{hashlib.sha256(tar).hexdigest()}" for _blob, tar in layers)
     document = ImageConfig(architecture=ImagePlatform.of_host().architecture, diff_ids=diff_ids, **config).encode()  # type: ignore[arg-type]
-    descriptors = [
-        BlobDescriptor(mediaType=OCI_LAYER, digest=storage.add_blob(blob), size=len(blob)) for blob, _tar in layers
-    ]
+    descriptors = []
+    for blob, _tar in layers:
+        kind = OCI_LAYER + {b"\x1f\x8b": "+gzip", b"\x28\xb5": "+zstd"}.get(blob[:2], "")
+        descriptors.append(BlobDescriptor(mediaType=kind, digest=storage.add_blob(blob), size=len(blob)))
     config_blob = BlobDescriptor(mediaType=OCI_CONFIG, digest=storage.add_blob(document), size=len(document))
     return storage.add_blob(ImageManifest.of(config_blob, descriptors))
