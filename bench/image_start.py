@@ -38,7 +38,10 @@ async def run(progress: Progress) -> Report:
     table = Table(f"start to first command finished, {ROUNDS} rounds", ("", "median ms", "p99 ms", "× host"))
     for name, taken in samples.items():
         table.add(name, median(taken) * 1e3, percentile(taken, 99) * 1e3, ratio(taken, host))
-    figures: Figures = {"image_start_ms": median(samples["image"]) * 1e3, "image_start_vs_host": ratio(samples["image"], host)}
+    figures: Figures = {
+        "image_start_ms": median(samples["image"]) * 1e3,
+        "image_start_vs_host": ratio(samples["image"], host),
+    }
     return Report(figures, [table])
 
 

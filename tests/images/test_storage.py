@@ -85,37 +85,46 @@ async def test_nothing_of_a_refused_image_stays(storage: ImageStorage, bad: str)
     assert storage.find(APP) is None and listed(storage, "temporary") == listed(storage, "roots") == []
     assert len(listed(storage, "layers")) <= 1, "at most the good one, for the next attempt"
     storage.collect([], max_bytes=0, unused_s=0)
+    assert len(listed(storage, "blobs")) == 4, "they are kept for a day"
+    storage.forget_refused()
     assert listed(storage, "layers") == listed(storage, "blobs") == []
 
 
 def _work(directory: str) -> None:
-    """Add two images, collect one, again and again."""
+    """Add two images and collect one."""
 
     async def run() -> None:
         storage = ImageStorage(directory, LayerLimits(64 << 20, 10_000, 100))
         storage.prepare()
-        while True:
-            await add(storage, APP, BASE, TOP)
-            await add(storage, TOOL, BASE, OTHER, TOP)
-            storage.remove_name(TOOL)
-            storage.collect([], max_bytes=1 << 40, unused_s=1000)
+        await add(storage, APP, BASE, TOP)
+        await add(storage, TOOL, BASE, OTHER, TOP)
+        storage.remove_name(TOOL)
+        storage.collect([], max_bytes=1 << 40, unused_s=1000)
 
     asyncio.run(run())
+
+
+def _start(directory: str) -> int:
+    child = os.fork()
+    if child == 0:
+        try:
+            _work(directory)
+        finally:
+            os._exit(0)
+    return child
 
 
 def test_killed_at_any_point(tmp_path: Path) -> None:
     """Nothing half-made is used, and the next start removes what was left."""
     rng = random.Random(17)
-    directory = str(tmp_path / "images")
+    began = time.monotonic()
+    os.waitpid(_start(str(tmp_path / "whole")), 0)
+    whole = time.monotonic() - began
     complete = 0
-    for _ in range(10):
-        child = os.fork()
-        if child == 0:
-            try:
-                _work(directory)
-            finally:
-                os._exit(1)
-        time.sleep(rng.uniform(0.05, 0.9))
+    for number in range(8):
+        directory = str(tmp_path / str(number % 4))
+        child = _start(directory)
+        time.sleep(rng.uniform(0, whole))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         storage = ImageStorage(directory, LayerLimits(64 << 20, 10_000, 100))

@@ -133,3 +133,7 @@ def test_ranges_of_two_slots_share_no_id_but_the_owner_of_files(one: int, other:
         for second in outside(other):
             if one != other:
                 assert first.stop <= second.start or second.stop <= first.start
+
+
+def test_image_map_gives_files_of_the_image_user_to_the_agent() -> None:
+    assert ids.image_map(3, 0) == f"0 {ids.agent(3, idmap=True)} 1\n"

@@ -99,13 +99,13 @@ async def _says(box: Box, command: str) -> str:
 
 async def test_user_variables_and_directory_of_the_image(home: House, roots: Path) -> None:
     own = {"PATH": PATH, "LANG": "C", "A": "of the image", "HOME": "/nowhere", "WORKSPACE": "x"}
-    image = images.image(roots / "debian", user="worker", environment=own, working_directory="/opt/tools")
+    image = images.image(roots / "debian", user="agent", environment=own, working_directory="/opt/tools")
     async with home.box(image=image, env={"B": "asked"}) as box:
         shown = "id; pwd; echo $A $B $HOME $LANG $WORKSPACE $USER; echo $PATH; tool; stat -c %u:%g /workspace /tmp ~"
         assert (await _says(box, shown)).splitlines() == [
-            "uid=1234(worker) gid=55(workers) groups=55(workers)",
+            "uid=1234(agent) gid=55(workers) groups=55(workers)",
             "/opt/tools",
-            "of the image asked /home/agent C /workspace worker",
+            "of the image asked /home/agent C /workspace agent",
             "/etc/carrel/bin:/opt/tools:/usr/bin:/bin:/workspace/bin:/workspace/.venv/bin",
             "ran",
             *["1234:55"] * 3,

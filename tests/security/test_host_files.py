@@ -244,6 +244,7 @@ def test_secrets_in_the_environment(attacker):
             "OLDPWD",
             "SHLVL",
             "WORKSPACE",
+            "CARREL_PYTHON",
             "_",
         }
         return sorted(name for name in os.environ if name not in own and not name.startswith("CARREL_SANDBOX")) or None

@@ -165,11 +165,11 @@ def test_of_another_sandbox(given):
 
 def test_gone_with_the_sandbox(attacker):
     """Find a secret again after the sandbox was stopped and started anew on the same workspace."""
-    box = attacker.another(f"secretive-{attacker.setting}")
+    box = attacker.another(f"secretive-{attacker.setting.replace(' ', '-')}")
     supervisor(attacker, box, {"TOKEN": VALUE})
     assert box.commands.run("cat /run/secrets/TOKEN").stdout == VALUE
     box.stop()
-    box = attacker.another(f"secretive-{attacker.setting}")
+    box = attacker.another(f"secretive-{attacker.setting.replace(' ', '-')}")
     assert box.commands.run("ls -A /run/secrets; grep -r canary-of-a-secret . ; true").stdout == ""
 
 

@@ -78,3 +78,21 @@ async def test_every_sandbox_of_its_own_network_has_them(houses: dict[str, House
         told = f"{proxy} {proxy} {proxy}/simple/ {environment.CERTIFICATES}\n"
         assert (await trusting.supervisor.run(show))["stdout"] == told
     await house.provider.close()
+
+
+def test_image_loses_against_carrel_and_the_caller() -> None:
+    own = {"PATH": "/x", "HOME": "/root", "LANG": "de_DE.UTF-8", "A": "1", "B": "1", "SSL_CERT_FILE": "/image.pem"}
+    found = environment.variables(
+        workspace="/workspace", home="/home/agent", path="/bin", proxy_port=None, offline=False, trust=True,
+        given={"B": "2"}, image=own, user="app",
+    )  # fmt: skip
+    wanted = {"PATH": "/bin", "HOME": "/home/agent", "LANG": "de_DE.UTF-8", "A": "1", "B": "2", "USER": "app"}
+    assert {name: found[name] for name in wanted} == wanted
+    assert found["SSL_CERT_FILE"] == environment.CERTIFICATES
+
+
+def test_path_of_an_image_has_writable_directories_last() -> None:
+    path = "/tmp/x:/opt/bin::relative:/workspace:/bin:/home/agent/bin:/home/agents"
+    last = "/opt/bin:/bin:/home/agents:/tmp/x:/workspace:/home/agent/bin:/workspace/.venv/bin"
+    assert environment.image_path(path, launchers=False) == last
+    assert environment.image_path("", launchers=True) == environment.PATH

@@ -41,7 +41,7 @@ def archive(root: Path, path: Path, name: str) -> None:
     config = {
         "architecture": {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()],
         "os": "linux",
-        "config": {"User": "worker", "Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]},
+        "config": {"User": "agent", "Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]},
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
     }
     documents = {
@@ -84,12 +84,12 @@ def musl(root: Path) -> None:
 
 def debian(root: Path, *, python: bool = True, programs: Iterable[str] = PROGRAMS) -> None:
     """A small Debian, copied from this host: a shell, programs, Python with its standard library."""
-    for name in ("etc", "usr/bin", "usr/lib", "root", "var/tmp", "home/other"):
+    for name in ("etc", "usr/bin", "usr/lib", "root", "var/tmp", "home"):
         (root / name).mkdir(parents=True)
     (root / "root").chmod(0o700)
     for name in ("bin", "lib"):
         (root / name).symlink_to(f"usr/{name}")
-    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nworker:x:1234:55:w:/home/other:/bin/sh\n")
+    (root / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\nagent:x:1234:55:a:/home/agent:/bin/sh\n")
     (root / "etc/group").write_text("root:x:0:\nstaff:x:50:\nworkers:x:55:\n")
     (root / "etc/os-release").write_text("ID=copied\n")
     files = [os.path.realpath(found) for name in programs if (found := shutil.which(name))]

@@ -108,6 +108,16 @@ async def import_archive(
 
     The images get the names in the archive; `name` replaces them if the archive has one image.
     """
+    try:
+        return await _import(storage, path, platform, progress, name)
+    except ImageRefused:
+        await run_to_end(storage.forget_refused)
+        raise
+
+
+async def _import(
+    storage: ImageStorage, path: str, platform: ImagePlatform, progress: Progress, name: ImageReference | None
+) -> list[StoredImage]:
     with storage.adding():
         found = await run_to_end(lambda: _Import(storage, path, platform).run())
         if not found:

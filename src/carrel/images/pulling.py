@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from carrel.errors import CarrelError, ImageRefused, LimitExceeded
+from carrel.errors import ImageRefused, LimitExceeded
 from carrel.images.documents import BlobDescriptor, ImageIndex, ImagePlatform, digest_of, parse_config, parse_manifest
 from carrel.images.reference import ImageReference
 from carrel.images.registry import RegistryClient
@@ -21,6 +21,20 @@ async def pull_image(
     progress: Progress,
 ) -> StoredImage:
     """Bring an image here, also if an older one of that name is here already. Only missing layers are downloaded."""
+    try:
+        return await _pull(client, storage, reference, platform, progress)
+    except ImageRefused:
+        await run_to_end(storage.forget_refused)
+        raise
+
+
+async def _pull(
+    client: RegistryClient,
+    storage: ImageStorage,
+    reference: ImageReference,
+    platform: ImagePlatform,
+    progress: Progress,
+) -> StoredImage:
     raw, kind = await client.manifest(reference)
     document = parse_manifest(raw, kind)
     if isinstance(document, ImageIndex):
@@ -47,7 +61,7 @@ async def pull_image(
             async with asyncio.TaskGroup() as group:
                 for layer, diff_id in layers.values():
                     group.create_task(_pull_layer(client, storage, reference, layer, diff_id, progress))
-        except* CarrelError as errors:
+        except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         storage.add_blob(config_data)
         storage.add_blob(raw)
@@ -104,7 +118,7 @@ async def push_image(
         async with asyncio.TaskGroup() as group:
             for blob in blobs.values():
                 group.create_task(_push_blob(client, storage, reference, blob, progress))
-    except* CarrelError as errors:
+    except BaseExceptionGroup as errors:
         raise first_error(errors) from None
     await client.put_manifest(reference, raw, image.manifest.media_type)
     return image.digest

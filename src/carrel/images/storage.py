@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from carrel.errors import CarrelError, ImageRefused, NotFound, PlatformError, from_problem
+from carrel.errors import ImageRefused, NotFound, PlatformError, from_problem
 from carrel.images.assembly import LAYER_RECORD
 from carrel.images.documents import ImageConfig, ImageManifest, digest_of, parse_config, parse_manifest
 from carrel.images.layer_reading import LayerLimits
@@ -45,8 +45,8 @@ from carrel.threads import run_to_end
 
 _FOLDERS = ("blobs", "partial", "layers", "roots", "images", "names", "temporary")
 _REMEMBERED = 256
-_PARTIAL_S = 86_400.0
-"""Seconds until the interrupted download of a layer is removed."""
+_RETRY_S = 86_400.0
+"""Seconds until the downloads of a pull that did not succeed are removed."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,13 @@ class ImageStorage:
         except OSError as error:
             raise PlatformError(f"cannot make {self.directory}: {error.strerror}", field="data_dir") from None
         with self._locked():
-            self._retire_unused()
+            self._retire_unused(())
+        self._sweep()
+
+    def forget_refused(self) -> None:
+        """Remove at once what no image refers to: an image was refused, and nothing of it stays. Blocking."""
+        with self._locked():
+            self._retire_unused({self._path("blobs", name) for name in os.listdir(self._path("blobs"))})
         self._sweep()
 
     # Reading
@@ -247,7 +253,7 @@ class ImageStorage:
         """Store a document and return its digest."""
         digest = digest_of(data)
         with self._locked():
-            write_file(self._path("blobs", digest), data, durable=True, temporary=self._path("temporary"))
+            write_file(self._path("blobs", digest), data, temporary=self._path("temporary"))
         return digest
 
     def place_blob(self, path: str, digest: str) -> None:
@@ -303,7 +309,7 @@ class ImageStorage:
             async with asyncio.TaskGroup() as group:
                 for layer, diff_id in zip(document.layers, config.diff_ids, strict=True):
                     group.create_task(self.unpack_layer(layer.digest, diff_id, progress))
-        except* CarrelError as errors:
+        except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         root = self._path("roots", config.chain_id)
         async with self._locks.of(config.chain_id):
@@ -324,7 +330,9 @@ class ImageStorage:
             ]
             if missing:
                 raise PlatformError(f"{missing[0]} disappeared", hint="try again; nobody but carrel may write there")
-            write_file(self._path("images", manifest), b"", durable=True, temporary=self._path("temporary"))
+            os.close(os.open(self._path("images", manifest), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.utime(self._path("images", manifest))
+            sync_directory(self._path("images"))
             for reference in references:
                 self._write_name(reference, manifest)
         found = self._load(manifest)
@@ -339,16 +347,17 @@ class ImageStorage:
         """
         removed: list[str] = []
         with self._locked():
-            kept = self.list()
+            every = self.list()
+            kept = every.copy()
             before = total = self._footprint(kept)
-            for image in reversed(tuple(kept)):
+            for image in reversed(every):
                 old = time.time() - image.used > unused_s
                 unwanted = image.digest not in in_use and (old or not image.names or total > max_bytes)
                 if unwanted and self._retire_image(image):
                     removed.append(image.digest)
                     kept.remove(image)
                     total = self._footprint(kept)
-            self._retire_unused()
+            self._retire_unused({path for image in every for path in self._blobs_of(image)})
         self._sweep()
         return CollectedImages(tuple(removed), before - total)
 
@@ -366,15 +375,21 @@ class ImageStorage:
             os.close(descriptor)
         return True
 
-    def _retire_unused(self) -> None:
-        """Move what no image refers to into `temporary`, and forget names of images that are gone."""
+    def _blobs_of(self, image: StoredImage) -> Sequence[str]:
+        found = (image.digest, image.manifest.config.digest, *(each.digest for each in image.manifest.layers))
+        return [self._path("blobs", each) for each in found]
+
+    def _retire_unused(self, blobs: Collection[str]) -> None:
+        """Move what no image refers to into `temporary`, and forget names of images that are gone.
+
+        Blobs that are not in `blobs` stay for a day: whoever pulled them may try again.
+        """
         needed: set[str] = set()
         images = self.list()
         for image in images:
             needed.add(self._path("roots", image.config.chain_id))
             needed.update(self._path("layers", each) for each in image.layers)
-            blobs = (image.manifest.config, *image.manifest.layers)
-            needed.update(self._path("blobs", each) for each in (image.digest, *(each.digest for each in blobs)))
+            needed.update(self._blobs_of(image))
         for path, _name, meant in self._names():
             if all(image.digest != meant for image in images):
                 os.unlink(path)
@@ -384,7 +399,7 @@ class ImageStorage:
             for folder in ("roots", "layers", "blobs"):
                 for name in os.listdir(self._path(folder)):
                     path = self._path(folder, name)
-                    if path not in needed:
+                    if path not in needed and (folder != "blobs" or path in blobs or _is_old(path)):
                         self._retire(path)
             for name in os.listdir(self._path("images")):  # its blobs are gone: nobody can use it
                 if all(image.digest != f"sha256:{name}" for image in images):
@@ -414,7 +429,7 @@ class ImageStorage:
             for name in os.listdir(self._path("partial")):
                 path = self._path("partial", name)
                 with suppress(FileNotFoundError):
-                    if time.time() - os.stat(path).st_mtime > _PARTIAL_S:
+                    if _is_old(path):
                         os.unlink(path)
         for path in left:
             with suppress(FileNotFoundError, NotADirectoryError, BlockingIOError):
@@ -547,13 +562,15 @@ class ImageStorage:
         await run_to_end(work, stop=stop)
 
 
-def first_error(errors: BaseExceptionGroup[CarrelError]) -> CarrelError:
+def first_error(errors: BaseException) -> BaseException:
     """Return one of the errors of several layers: the others have the same cause, or follow from it."""
-    found: BaseException = errors
-    while isinstance(found, BaseExceptionGroup):
-        found = found.exceptions[0]
-    assert isinstance(found, CarrelError)
-    return found
+    while isinstance(errors, BaseExceptionGroup):
+        errors = errors.exceptions[0]
+    return errors
+
+
+def _is_old(path: str) -> bool:
+    return time.time() - os.stat(path).st_mtime > _RETRY_S
 
 
 def _read_record(path: str) -> dict[str, Any]:

@@ -36,8 +36,7 @@ from carrel.images.layer_reading import (
 )
 from carrel.primitives import libc
 from carrel.primitives.atomic import write_all
-from carrel.primitives.trees import DIRECTORY
-from carrel.primitives.walk import LONGEST_PATH
+from carrel.primitives.walk import DIRECTORY, LONGEST_PATH
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _WHITEOUT, _OPAQUE, _AUFS = b".wh.", b".wh..wh..opq", b".wh..wh."
