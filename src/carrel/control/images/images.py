@@ -121,8 +121,8 @@ class Images:
         its digest: nobody has to be asked again for it.
         """
         pinned = reference.pinned(digest)
-        image = await self._find(pinned)
-        if image is None:
+        held = await asyncio.to_thread(self._hold, pinned)
+        if held is None:
             try:
                 image = await self._fetch_once(pinned, nothing)
             except (NotFound, RegistryFailed) as error:
@@ -133,7 +133,13 @@ class Images:
                     hint="import or build the same image again, or terminate the sandbox and make a new one: its "
                     "files stay",
                 ) from None
-        return image, await asyncio.to_thread(self._storage.hold, image.digest)
+            held = image, await asyncio.to_thread(self._storage.hold, image.digest)
+        return held
+
+    def _hold(self, reference: ImageReference) -> tuple[StoredImage, RootHold] | None:
+        """Hold an image that is here, in one step: each start waits for it. Blocking."""
+        image = self._storage.find(reference)
+        return None if image is None else (image, self._storage.hold(image.digest))
 
     async def _find(self, reference: ImageReference) -> StoredImage | None:
         return await asyncio.to_thread(self._storage.find, reference)

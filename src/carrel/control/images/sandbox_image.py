@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Iterable
@@ -80,7 +79,7 @@ class SandboxImage(Attachment):
             return plan
         plan.undo.callback(self._release, record.id)
         image = await self._hold(record)
-        return replace(plan, image=await asyncio.to_thread(_root, image, record))
+        return replace(plan, image=_root(image, record))
 
     async def _hold(self, record: SessionRecord) -> StoredImage:
         assert record.image is not None and record.image_digest is not None
