@@ -13,24 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.here_ground import COMMAND, WAIT_S, Screen, ended, here
-
-from carrel.cli.here.server import server_for
+from tests.support.here_ground import COMMAND, WAIT_S, Screen, ended, here, sharing
 
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A server that all tests here share: this process is one of its users. Afterwards it ends."""
-    base = tmp_path_factory.mktemp("here")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("CARREL_", "XDG_"))}
-    given = {**kept, "CARREL_DATA_DIR": str(base / "data"), "XDG_CONFIG_HOME": str(base / "config"), "TERM": "xterm"}
-    (base / "config/carrel").mkdir(parents=True)
-    (base / "config/carrel/here.toml").write_text('unknown_hosts = "ask"\n')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CARREL_DATA_DIR", given["CARREL_DATA_DIR"])
-        with server_for(str(base)):
-            yield given
-    ended(base / "data-here")
+    """A server that all tests here share."""
+    with sharing(tmp_path_factory.mktemp("here"), 'unknown_hosts = "ask"\n') as found:
+        yield found
 
 
 @pytest.fixture

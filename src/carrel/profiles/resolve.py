@@ -128,7 +128,7 @@ def resolve(
     env = {**profile.env, **chosen.env}
     secrets: dict[str, str] = {}
     credentials: list[dict[str, object]] = []
-    for key in profile.credentials:
+    for key in (*profile.credentials, *chosen.credentials):
         _add_key(key, environ, hosts, credentials, env, secrets, notes)
     if profile.credentials and not secrets:
         names = ", ".join(dict.fromkeys(each.variable for each in profile.credentials))
