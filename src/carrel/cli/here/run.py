@@ -66,7 +66,7 @@ def run(options: HereOptions) -> int:
         path = f"/v1/sandboxes/{sandbox['id']}"
         asks = "terminal" in request and not options.no_questions
         decisions = LocalWire(server.url, server.token)
-        questions = ApprovalQuestions(decisions, context, asks=asks, answer_with=_carrel(server))
+        questions = ApprovalQuestions(decisions, context, asks=asks, answer_with=_carrel())
         try:
             code = exit_code(_attach(wire, decisions, path, request, questions))
         except BrokenPipeError:
@@ -289,11 +289,12 @@ def _read(path: str) -> bytes | None:
         return None
 
 
-def _carrel(server: FolderServer) -> str:
-    """Return the words that call `carrel` for this server in another terminal."""
+def _carrel() -> str:
+    """Return the words that call `carrel` for the same servers in another terminal."""
     import shlex
 
-    return f"CARREL_DATA_DIR={shlex.quote(server.directory)} carrel" if server.directory else "carrel"
+    named = os.environ.get("CARREL_DATA_DIR")
+    return f"CARREL_DATA_DIR={shlex.quote(named)} carrel" if named else "carrel"
 
 
 def _place_of(source: str, home: str) -> str:

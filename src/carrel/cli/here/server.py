@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from carrel.errors import PlatformError
+from carrel.primitives.file_lock import is_locked
 
 if TYPE_CHECKING:
     from carrel.client import Client
@@ -183,17 +184,7 @@ def _is_used(directory: str) -> bool:
     """Whether a server runs on a data directory: it holds a lock there. An address alone may be left from one that was
     killed, and its port may belong to another program now.
     """
-    try:
-        descriptor = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    return is_locked(os.path.join(directory, "lock"))
 
 
 def _record(directory: str) -> dict[str, object] | None:
