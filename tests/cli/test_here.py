@@ -15,11 +15,14 @@ from pathlib import Path
 import pytest
 from tests.support.here_ground import COMMAND, WAIT_S, Screen, ended, here, sharing
 
+from carrel.cli.here.run import context_id
+
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A server that all tests here share."""
-    with sharing(tmp_path_factory.mktemp("here"), 'unknown_hosts = "ask"\n') as found:
+    base = tmp_path_factory.mktemp("here")
+    with sharing(base, 'unknown_hosts = "ask"\n', CARREL_APPROVALS_TTL_S="6") as found:
         yield found
 
 
@@ -134,6 +137,48 @@ def test_full_screen_program_and_a_question_beside_it(env: dict[str, str], folde
     assert screen.end() == 0
     assert (folder / "notes.txt").read_text() == "hello\n"
     assert re.search(rb"files added; .*0 approved, 1 denied", screen.seen), screen.seen
+
+
+def test_question_that_nobody_answers_means_no(env: dict[str, str], folder: Path, tmp_path: Path) -> None:
+    program = tmp_path / "notify-send"
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {tmp_path}/notified\n')
+    program.chmod(0o755)
+    desktop = {**env, "DISPLAY": ":0", "PATH": f"{tmp_path}:{env['PATH']}"}
+    ask = ["--", "sh", "-c", "curl -s http://unknown.example/"]
+    screen = Screen([*COMMAND, *ask], desktop, folder)
+    assert b"unknown.example" in screen.wait(b"[d] deny")
+    told = here(env, folder, "--name", "other", "--", "true").stderr.decode()
+    assert f"other contexts work in this folder now: '{context_id(str(folder), 'sh')}'" in told
+    assert b"the same agent runs in this folder already" in here(env, folder, "--", "sh", "-c", "true").stderr
+    screen.wait(b"it was not decided, or not used, in time")
+    assert screen.end() == 0
+    assert b"0 approved, 1 denied" in screen.seen
+    assert (tmp_path / "notified").read_text() == "--app-name=carrel -- carrel here asks connect unknown.example 80\n"
+    # At a terminal without questions, a line names the command for another terminal.
+    screen = Screen([*COMMAND, "--no-questions", *ask], env, folder)
+    screen.wait(b"the program waits for an answer: connect unknown.example 80; `")
+    answer = screen.wait(b"`").decode().replace("carrel approve", "carrel deny").partition(" carrel ")[2]
+    assert here(env, folder, *answer.split(), "-m", "not today", command=COMMAND[:-1]).returncode == 0
+    screen.wait(b"not today")
+    assert screen.end() == 0
+
+
+@pytest.mark.parametrize("how", ["signal", "terminal"])
+def test_command_that_ends_during_a_question_ends_the_program(env: dict[str, str], folder: Path, how: str) -> None:
+    trap = "trap '' HUP; " if how == "terminal" else ""
+    script = f"{trap}curl -s http://{how}.example/ & while :; do date +%N > beat; sleep 0.02; done"
+    screen = Screen([*COMMAND, "--", "sh", "-c", script], env, folder)
+    screen.wait(b"[d] deny")
+    if how == "signal":
+        os.kill(screen.pid, signal.SIGTERM)
+        assert screen.end() == 128 + signal.SIGTERM
+        assert b"\x1b[?1049l" in screen.seen  # the screen of the shell is shown again
+    else:
+        os.close(screen.fd)
+        os.waitpid(screen.pid, 0)
+    last = (folder / "beat").read_text()
+    time.sleep(0.1)  # longer than the program needs for the next one
+    assert (folder / "beat").read_text() == last
 
 
 def test_killed_command_ends_its_program_and_its_server(env: dict[str, str], folder: Path, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
+from contextlib import suppress
 from typing import Any
 
 from carrel.cli.failures import note
@@ -89,11 +91,17 @@ class ApprovalQuestions:
         _notify(_line(approval.get("summary")))
         if not self._asks:
             how = f"`{self._answer_with} approve {name}` or `{self._answer_with} deny {name}`"
-            note(f"carrel: the program waits for an answer: {_line(approval.get('summary'))}; {how}")
+            begin, end = ("\r\n", "\r") if os.isatty(2) else ("", "")  # the terminal may be in raw mode
+            note(f"{begin}carrel: the program waits for an answer: {_line(approval.get('summary'))}; {how}{end}")
 
     @property
     def waiting(self) -> bool:
         """Whether there is something to ask at the terminal."""
+        if self._pending:
+            now = time.time()
+            for name in [each for each, approval in self._pending.items() if _expiry(approval) <= now]:
+                del self._pending[name]
+                self.answers[name] = False
         return self._asks and bool(self._pending)
 
     def text(self) -> bytes:
@@ -137,6 +145,13 @@ class ApprovalQuestions:
             self._connection = None
 
 
+def _expiry(approval: dict[str, Any]) -> float:
+    """Return the moment from which no answer means no. The server does not report it when it comes."""
+    from datetime import datetime
+
+    return datetime.fromisoformat(str(approval["expires_at"])).timestamp()
+
+
 def _line(value: object) -> str:
     """Return text of an agent in one printable line."""
     text = " ".join(str(value).split())[:_LONGEST]
@@ -155,4 +170,5 @@ def _notify(summary: str) -> None:
         return
     nowhere = subprocess.DEVNULL
     words = [program, "--app-name=carrel", "--", "carrel here asks", summary]
-    subprocess.Popen(words, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
+    with suppress(OSError):  # it cannot be started; the question is in the terminal too
+        subprocess.Popen(words, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)

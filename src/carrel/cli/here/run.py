@@ -158,6 +158,8 @@ def _using(context: str) -> Iterator[Any]:
         return True
 
     try:
+        if not alone():
+            note("carrel: the same agent runs in this folder already; both share one sandbox. --name starts another")
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield alone
     finally:
