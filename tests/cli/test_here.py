@@ -139,6 +139,43 @@ def test_full_screen_program_and_a_question_beside_it(env: dict[str, str], folde
     assert re.search(rb"files added; .*0 approved, 1 denied", screen.seen), screen.seen
 
 
+CURSES = """
+import curses
+
+def main(screen):
+    curses.raw()
+    curses.mousemask(curses.ALL_MOUSE_EVENTS)
+    told = "ready"
+    while told != "key q":
+        screen.clear()  # else only the characters that differ are drawn
+        screen.addstr(2, 3, f"[{told}]")
+        key = screen.getch()
+        if key == curses.KEY_MOUSE:
+            told = "mouse %d %d" % curses.getmouse()[1:3]
+        elif key == curses.KEY_RESIZE:
+            told = "size %d %d" % screen.getmaxyx()
+        else:
+            told = f"key {curses.keyname(key).decode()}"
+
+curses.wrapper(main)
+"""
+
+
+def test_screen_program_gets_keys_mouse_and_sizes(env: dict[str, str], folder: Path) -> None:
+    screen = Screen([*COMMAND, "--", "python3", "-c", CURSES], env, folder)
+    modes = screen.wait(b"ready")
+    assert b"\x1b[?1049h" in modes and b"\x1b[?1000h" in modes.replace(b"1006;", b"")
+    click = b"\x1b[<0;5;4M" if b"1006" in modes else b"\x1b[M %$"
+    for typed, told in ((b"\x1bOA", b"KEY_UP"), (b"\x03", b"^C"), (b"\xc3", b"M-C"), (click, b"mouse 4 3")):
+        screen.type(typed)
+        screen.wait(told)
+    screen.resize(30, 90)
+    screen.wait(b"size 30 90")
+    screen.type(b"q")
+    assert screen.end() == 0
+    assert b"\x1b[?1049l" in screen.seen and b"\x1b[?1000l" in screen.seen.replace(b"1006;", b"")
+
+
 def test_question_that_nobody_answers_means_no(env: dict[str, str], folder: Path, tmp_path: Path) -> None:
     program = tmp_path / "notify-send"
     program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {tmp_path}/notified\n')
