@@ -57,7 +57,7 @@ def test_a_folder_of_an_ordinary_user(request: pytest.FixtureRequest) -> None:
     screen.type(b"ihello\x1b:w\r:call system('rm -r many; sleep 90; touch after')\r")
     assert b"many/" in screen.wait(b"[d] deny")
     assert (folder / "notes.txt").read_text() == "hello\n"
-    screen.type(b"d")
+    screen.answer(b"d")
     assert screen.end() == 128 + signal.SIGKILL, screen.seen
     assert not (folder / "after").exists()
     undone = here(env, folder, "undo", "--yes", command=carrel)

@@ -80,7 +80,7 @@ def test_an_agent_edits_is_refused_asks_and_is_undone(outside: Outside, env: dic
     screen = Screen([*COMMAND, "--", *AGENT], given, tmp_path)
     said = screen.wait(b"may the program do this?")
     assert b"ask.test" in screen.wait(b"[d] deny")
-    screen.type(b"a")
+    screen.answer(b"a")
     assert screen.end() == 0, screen.seen
     said += screen.seen
     assert b'"result":"All done."' in said and b"1 approved, 0 denied" in said
@@ -135,7 +135,7 @@ def test_publishing_asks_and_the_key_stays_outside(outside: Outside, env: dict[s
     upload = ["uv", "publish", "--publish-url", f"https://files.test:{index.port}/legacy/", "-t", "placeholder"]
     screen = Screen([*COMMAND, "--", *upload, "thing-1.0-py3-none-any.whl"], given, tmp_path)
     assert b"POST /legacy/" in screen.wait(b"[d] deny")
-    screen.type(b"a")
+    screen.answer(b"a")
     assert screen.end() == 0, screen.seen
     [(method, path, headers)] = index.requests
     assert (method, path, headers["authorization"]) == ("POST", "/legacy/", f"Basic {given['INDEX_LOGIN']}")

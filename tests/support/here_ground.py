@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from carrel.cli.here.questions import SILENCE_S
 from carrel.cli.here.server import server_for
 
 COMMAND = [sys.executable, "-m", "carrel", "here"]
@@ -83,6 +84,11 @@ class Screen:
         left = memoryview(keys)
         while left:
             left = left[os.write(self.fd, left[:4096]) :]
+
+    def answer(self, key: bytes) -> None:
+        """Answer the question on the screen, which is possible a moment after it was shown."""
+        time.sleep(SILENCE_S + 0.1)
+        self.type(key)
 
     def resize(self, rows: int, columns: int) -> None:
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

@@ -25,6 +25,8 @@ _KEYS: dict[bytes, dict[str, Any]] = {
     b"n": {"approve": False, "message": "the person at the terminal said no"},
     b"\x03": {"approve": False, "message": "the person at the terminal said no"},
 }
+SILENCE_S = 0.5
+"""A key answers a question only if nothing was typed for so long before it."""
 _LONGEST = 2000
 _MOST_LINE = 1024 * 1024
 
@@ -43,7 +45,7 @@ class ApprovalQuestions:
         """Which questions of this run were answered with yes, and which were not."""
         self._connection: socket.socket | None = None
         self._received = b""
-        self._in_sequence = False
+        self._last_typed = 0.0
 
     def open(self) -> None:
         """Ask the server for news. Does not wait for the answer."""
@@ -105,7 +107,8 @@ class ApprovalQuestions:
         return self._asks and bool(self._pending)
 
     def text(self) -> bytes:
-        """Return the first question."""
+        """Return the first question. Keys answer it from a moment after this call."""
+        self._last_typed = time.monotonic()
         approval = next(iter(self._pending.values()))
         lines = [
             "carrel: may the program do this?",
@@ -118,16 +121,17 @@ class ApprovalQuestions:
         ]
         return "\r\n".join(lines).encode()
 
-    def key(self, key: bytes) -> bool:
-        """Take a key; return whether it has answered the question. Sequences of keys such as arrows answer nothing."""
-        if key == b"\x1b":
-            self._in_sequence = True
-            return False
-        if self._in_sequence:
-            self._in_sequence = not (b"@" <= key <= b"~" and key not in b"[O")
-            return False
-        decision = _KEYS.get(key.lower())
-        if decision is None:
+    def typed(self, keys: bytes) -> bool:
+        """Take what was typed; return whether it has answered the question.
+
+        Only a single key after a moment of silence does. Other keys were meant for the program. And the program could
+        answer for the person: a terminal sends its answers to queries, and the mouse, the same way as keys, and the
+        program can choose the letters in them.
+        """
+        now = time.monotonic()
+        is_silent, self._last_typed = now - self._last_typed >= SILENCE_S, now
+        decision = _KEYS.get(keys.lower())
+        if decision is None or not is_silent:
             return False
         name = next(iter(self._pending))
         del self._pending[name]

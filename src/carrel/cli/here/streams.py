@@ -56,8 +56,8 @@ class Questions(Protocol):
     def text(self) -> bytes:
         """Return the question, as it is written to the terminal."""
 
-    def key(self, key: bytes) -> bool:
-        """Take a key; return whether the question is answered."""
+    def typed(self, keys: bytes) -> bool:
+        """Take what was typed; return whether the question is answered."""
 
 
 class Attached:
@@ -175,8 +175,8 @@ class Attached:
         except OSError:
             data = b""
         if data and self._asked:
-            assert self._questions is not None
-            self._answer(data)
+            if self._questions is not None and self._questions.typed(data):
+                self._answered()
             return
         if data:
             socket.send(BINARY, data)
@@ -186,13 +186,6 @@ class Attached:
             self._hang_up()
         else:
             socket.send(BINARY, b"")
-
-    def _answer(self, keys: bytes) -> None:
-        assert self._questions is not None
-        for key in keys:
-            if self._questions.key(bytes([key])):
-                self._answered()
-                return  # keys behind an answer are for nobody: they were typed before the next question was seen
 
     def _hang_up(self) -> None:
         """The terminal is gone: tell the program, and give it a moment."""
