@@ -22,7 +22,7 @@ from carrel.cli.here.run import context_id
 def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """A server that all tests here share."""
     base = tmp_path_factory.mktemp("here")
-    with sharing(base, 'unknown_hosts = "ask"\n', CARREL_APPROVALS_TTL_S="6") as found:
+    with sharing(base, 'unknown_hosts = "ask"\n', CARREL_APPROVALS_TTL_S="10") as found:
         yield found
 
 
@@ -184,23 +184,21 @@ def test_question_that_nobody_answers_means_no(env: dict[str, str], folder: Path
     program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {tmp_path}/notified\n')
     program.chmod(0o755)
     desktop = {**env, "DISPLAY": ":0", "PATH": f"{tmp_path}:{env['PATH']}"}
-    ask = ["--", "sh", "-c", "curl -s http://unknown.example/"]
+    ask = ["--", "sh", "-c", "curl -s http://unknown.example/; read line"]
     screen = Screen([*COMMAND, *ask], desktop, folder)
     assert b"unknown.example" in screen.wait(b"[d] deny")
-    told = here(env, folder, "--name", "other", "--", "true").stderr.decode()
-    assert f"other contexts work in this folder now: '{context_id(str(folder), 'sh')}'" in told
+    # At a terminal without questions, a line names the command for another terminal.
+    other = Screen([*COMMAND, "--no-questions", "--name", "other", *ask], env, folder)
+    other.wait(f"other contexts work in this folder now: '{context_id(str(folder), 'sh')}'".encode())
+    other.wait(b"the program waits for an answer: connect unknown.example 80; `")
+    assert b"carrel approve apr-" in other.wait(b"`")
     assert b"the same agent runs in this folder already" in here(env, folder, "--", "sh", "-c", "true").stderr
-    screen.wait(b"it was not decided, or not used, in time")
-    assert screen.end() == 0
+    for each in (screen, other):
+        each.wait(b"it was not decided, or not used, in time")
+        each.type(b"\r")
+        assert each.end() == 0
     assert b"0 approved, 1 denied" in screen.seen
     assert (tmp_path / "notified").read_text() == "--app-name=carrel -- carrel here asks connect unknown.example 80\n"
-    # At a terminal without questions, a line names the command for another terminal.
-    screen = Screen([*COMMAND, "--no-questions", *ask], env, folder)
-    screen.wait(b"the program waits for an answer: connect unknown.example 80; `")
-    answer = screen.wait(b"`").decode().replace("carrel approve", "carrel deny").partition(" carrel ")[2]
-    assert here(env, folder, *answer.split(), "-m", "not today", command=COMMAND[:-1]).returncode == 0
-    screen.wait(b"not today")
-    assert screen.end() == 0
 
 
 @pytest.mark.parametrize("how", ["signal", "terminal"])
