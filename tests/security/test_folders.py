@@ -49,6 +49,11 @@ class Ground:
     def end(self) -> None:
         self.box.stop()
 
+    def modes(self) -> dict[str, int]:
+        """The files of the folder that have a set-id bit."""
+        found = {path.relative_to(self.folder).as_posix(): path.lstat().st_mode for path in self.folder.rglob("*")}
+        return {path: mode & 0o7777 for path, mode in found.items() if mode & 0o6000}
+
     def used_by_the_owner(self, marker: Path, below: str = "") -> bool:
         """Whether anything of the agent's ran when the owner worked in the folder, or in one below it."""
         commands = (["git", "status"], ["git", "submodule", "status"], ["git", "commit", "--allow-empty", "-m", "x"])
@@ -62,11 +67,14 @@ class Ground:
 
 @pytest.fixture
 def ground(attacker) -> Iterator[Callable[..., Ground]]:
-    def start(fill: Callable[[Path], object] = lambda folder: None) -> Ground:
+    def start(
+        fill: Callable[[Path], object] = lambda folder: None, then: Callable[[Path], object] = lambda folder: None
+    ) -> Ground:
         folder = attacker.folder()
         fill(folder)
         if ROOT:
             give(folder, USER)
+        then(folder)  # as the owner of the files: a change of the owner clears set-id bits
         return Ground(attacker, folder)
 
     yield start
@@ -226,6 +234,101 @@ def test_what_is_planted_for_later_is_taken_away(ground):
     protected = {f"{place}.git/{name}" for place in places for name in ("config", "hooks")}
     assert not left & {".envrc", ".vscode", ".github/workflows", "file/.git", "link/.git", *protected}
     assert any("held-by-carrel" in name for name in left), "what the agent made is kept, under another name"
+
+
+def test_set_id_bits(ground, attacker):
+    """Leave a program with a set-user-ID or set-group-ID bit, which other users of the host would run as the owner."""
+
+    def attack(folder):
+        import contextlib
+        import ctypes
+        import io
+        import mmap
+        import os
+        import platform
+        import stat
+        import struct
+        import subprocess
+        import tarfile
+
+        numbers = {"x86_64": (133, 2), "aarch64": (None, None)}[platform.machine()]
+        libc, here, bits = ctypes.CDLL(None, use_errno=True), -100, (0o4755, 0o2755, 0o6777)
+        names = iter(f"made{number}" for number in range(1000))
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w") as tar:
+            for mode in bits:
+                entry = tarfile.TarInfo(f"unpacked{mode}")
+                entry.mode = mode
+                tar.addfile(entry)
+
+        def system(number, *args):
+            if number is not None:
+                libc.syscall(*[ctypes.c_long(each) if isinstance(each, int) else each for each in (number, *args)])
+
+        def file():
+            name = next(names)
+            open(name, "w").close()
+            return name
+
+        def by_descriptor(mode):
+            with open(file()) as opened:
+                os.fchmod(opened.fileno(), mode)
+
+        def linked(mode):
+            opened = os.open(".", os.O_TMPFILE | os.O_RDWR, mode)
+            os.link(f"/proc/self/fd/{opened}", next(names), follow_symlinks=True)
+
+        def renamed(mode):
+            name = file()
+            os.rename(name, f"{name}-moved")
+            os.link(f"{name}-moved", name)
+            os.chmod(name, mode)
+
+        def tries(mode):
+            yield lambda: os.chmod(file(), mode)
+            yield lambda: os.chmod(f"{folder}/{file()}", mode)
+            yield lambda: by_descriptor(mode)
+            yield lambda: os.chmod(f"/proc/self/fd/{os.open(file(), os.O_PATH)}", mode)
+            yield lambda: system(452, here, file().encode(), mode, 0)  # fchmodat2
+            yield lambda: os.open(next(names), os.O_CREAT | os.O_WRONLY, mode)
+            yield lambda: os.open(next(names), os.O_CREAT | os.O_EXCL | os.O_RDWR, mode)
+            yield lambda: linked(mode)
+            yield lambda: system(437, here, next(names).encode(), struct.pack("QQQ", os.O_CREAT | 1, mode, 0), 24)
+            yield lambda: system(437, here, next(names).encode(), struct.pack("QQQ", os.O_CREAT | 1, mode, 0), 24, 1, 1)
+            yield lambda: os.mknod(next(names), stat.S_IFREG | mode)
+            yield lambda: system(numbers[0], next(names).encode(), stat.S_IFREG | mode, 0)  # mknod
+            yield lambda: system(numbers[1], next(names).encode(), os.O_CREAT | 1, mode)  # open
+            yield lambda: os.mkdir(next(names), mode)
+            yield lambda: renamed(mode)
+            yield lambda: subprocess.run(["install", "-m", f"{mode:o}", "/bin/true", next(names)], check=False)
+            yield lambda: subprocess.run(["cp", "--preserve=mode", "owners", next(names)], check=False)
+
+        os.umask(0)
+        for mode in bits:
+            for attempt in tries(mode):
+                with contextlib.suppress(OSError):
+                    attempt()
+        subprocess.run(["tar", "-xpf", "-"], input=archive.getvalue(), check=False)
+        subprocess.run(["tar", "-xpf", "-", "-C", folder], input=archive.getvalue(), check=False)
+        # The kernel takes the bits away when a file is written, but not when it is changed by a mapping.
+        with open("owners", "r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+            mapped[:4] = b"evil"
+        made = [os.path.join(top, name) for top, folders, files in os.walk(".") for name in (*folders, *files)]
+        return [path for path in made if os.lstat(path).st_mode & 0o6000 and path not in ("./owners", "./kept")]
+
+    def fill(folder):
+        for name in ("owners", "kept"):
+            (folder / name).write_text("text")
+
+    def bits(folder):
+        for name in ("owners", "kept"):
+            (folder / name).chmod(0o6755)
+
+    here = ground(fill, bits)
+    assert here.run(attack) == [], "BREACH: a set-id file was made"
+    here.end()
+    assert (here.folder / "owners").read_text() == "evil"
+    assert here.modes() == {"kept": 0o6755}
 
 
 @pytest.mark.skipif(not ROOT, reason="mounts file systems")

@@ -190,6 +190,7 @@ class ControlPlane:
         holds = EnvironmentHolds(environment_store)
         runs = RunCheckpoints(
             checkpoints,
+            audit,
             enabled=settings.checkpoints.enabled,
             keep_runs=settings.checkpoints.keep_runs,
             max_bytes=settings.checkpoints.max_mb * MB,

@@ -152,7 +152,7 @@ class SandboxForker:
         self._isolate = isolate
         self._root = os.geteuid() == 0
         self._count = 0
-        self._program = b""
+        self._program = self._folder_program = b""
         self._prepared: object = None
         self._ids: ids.HostIds | None = None
         self._workspaces = -1
@@ -171,7 +171,9 @@ class SandboxForker:
         if self._isolate:
             linux.raise_limit(resource.RLIMIT_NOFILE)  # each sandbox with an egress socket needs one
             self.cgroups = cgroups.Cgroups.open()
-            self._program = seccomp.build(more={} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS)
+            checks = {} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS
+            self._program = seccomp.build(more=checks)
+            self._folder_program = seccomp.build(more={**checks, **seccomp.without_set_ids()})
             self._ids = ids.HostIds() if self._root else None
             self._opener = zygote_root.enter(workspaces, root=self._root, shared=shared, folder_roots=folder_roots)
             if not self._root:
@@ -433,7 +435,8 @@ class SandboxForker:
             if self._isolate:
                 if spec.network == "bridge":
                     sandbox.hand_over_network(orders)
-                sandbox.complete(spec, fds[1:], self._program, root=self._root)
+                program = self._folder_program if spec.folder else self._program
+                sandbox.complete(spec, fds[1:], program, root=self._root)
                 for descriptor in fds[1:]:
                     os.close(descriptor)
                 if spec.watched:
