@@ -32,7 +32,7 @@ class Ground:
         self.context = f"folder-{folder.name}"
         self._attacker = attacker
         deny = [f"file(write:${{WORKSPACE}}/{path})" for path in PROTECTED]
-        deny += [f"file(write:/**/.git/{name})" for name in ("hooks", "config")]
+        deny += [f"file(write:/**/.git/{name})" for name in ("hooks", "config", "commondir")]
         allow = [
             "file(write:/workspace/**)",
             "file(delete:/workspace/**)",
@@ -181,6 +181,7 @@ def test_what_is_planted_for_later_is_taken_away(ground):
 
     def attack(folder, marker):
         import contextlib
+        import mmap
         import os
         import subprocess
 
@@ -211,6 +212,25 @@ def test_what_is_planted_for_later_is_taken_away(ground):
             copied("link/store")
             os.symlink("store", "link/.git")
 
+        def elsewhere():
+            subprocess.run(["git", "init", "-q", "common"], check=True)
+            copied("common/store")
+            open("common/.git/commondir", "w").write("../store\n")
+
+        def by_mapping():
+            subprocess.run(["git", "init", "-q", "mapped"], check=True)
+            with open("mapped/.git/config", "a") as file:
+                file.write(f"# {'x' * 200} {marker}\n")
+            with open("mapped/.git/config", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+                evil = f"[core]\n\tfsmonitor = touch {marker}\n".encode()
+                memory[: len(evil)] = evil
+
+        def by_second_name():
+            subprocess.run(["git", "init", "-q", "linked"], check=True)
+            os.link("linked/.git/config", "linked/other")
+            with open("linked/other", "a") as file:
+                file.write(f"[core]\n\tfsmonitor = touch {marker}\n")
+
         def settings():
             os.makedirs(".github/workflows")
             open(".github/workflows/evil.yml", "w").write("on: push\n")
@@ -219,7 +239,8 @@ def test_what_is_planted_for_later_is_taken_away(ground):
             open(".envrc", "w").write("evil")
 
         repository("/tmp/made")
-        for plant in (lambda: repository("."), lambda: repository("below"), moved, by_file, by_link, settings):
+        plants = (moved, by_file, by_link, elsewhere, by_mapping, by_second_name, settings)
+        for plant in (lambda: repository("."), lambda: repository("below"), *plants):
             with contextlib.suppress(OSError, subprocess.CalledProcessError):  # it is taken away while it is made
                 plant()
 
@@ -227,13 +248,37 @@ def test_what_is_planted_for_later_is_taken_away(ground):
     marker = here.folder / "ran"
     here.run(attack, marker=str(marker))
     here.end()
-    for name in ("", "below", "moved", "file", "link"):
+    for name in ("", "below", "moved", "file", "link", "common", "mapped", "linked"):
         assert not here.used_by_the_owner(marker, name), f"BREACH: the owner's git in {name!r} ran what the agent left"
     left = {path.relative_to(here.folder).as_posix().lower() for path in here.folder.rglob("*")}
-    places = ("", "below/", "moved/")
-    protected = {f"{place}.git/{name}" for place in places for name in ("config", "hooks")}
-    assert not left & {".envrc", ".vscode", ".github/workflows", "file/.git", "link/.git", *protected}
+    protected = {f"{place}.git/{name}" for place in ("", "below/", "moved/") for name in ("config", "hooks")}
+    protected |= {"common/.git/commondir", "mapped/.git/config", "linked/.git/config", "file/.git", "link/.git"}
+    assert not left & {".envrc", ".vscode", ".github/workflows", *protected}
     assert any("held-by-carrel" in name for name in left), "what the agent made is kept, under another name"
+
+
+def test_a_new_repository_that_can_run_nothing_stays(ground):
+    """Clone and make repositories, as an agent does in its work, and configure them."""
+
+    def work(folder):
+        import subprocess
+
+        script = """
+        set -e
+        export GIT_CONFIG_GLOBAL=/dev/null
+        git init -q first && cd first && git config user.name a && git config user.email a@example.org
+        echo x > x && git add x && git commit -qm x && cd ..
+        git clone -q first second && cd second && git remote add other https://example.org/x.git
+        git checkout -q -b topic --track origin/HEAD && git status
+        """
+        return subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False).stderr
+
+    here = ground()
+    assert here.run(work) == ""
+    here.end()
+    assert not list(here.folder.rglob("*held-by-carrel*"))
+    config = (here.folder / "second" / ".git" / "config").read_text()
+    assert "https://example.org/x.git" in config and "topic" in config
 
 
 def test_set_id_bits(ground, attacker):

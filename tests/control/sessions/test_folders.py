@@ -219,11 +219,11 @@ async def test_protected_paths_hold_at_both_paths_and_when_they_appear_later(pla
     try:
         box = other.sessions.find_live("c")
         assert box is not None
-        await box.connection.run_command(*_body("mkdir -p later/.git; touch later/.git/config"))
+        await box.connection.run_command(*_body("mkdir -p later/.git; echo '[core] fsmonitor=x' > later/.git/config"))
         await until(lambda: not (folder / "later" / ".git" / "config").exists(), what="a name that appeared later")
         assert (folder / "later" / ".git" / "config.held-by-carrel").exists()
         await other.attachments.protected_folders.close()  # type: ignore[attr-defined]
-        await box.connection.run_command(*_body("mkdir -p last/.git; touch last/.git/config"))
+        await box.connection.run_command(*_body("mkdir -p last/.git; echo '[core] fsmonitor=x' > last/.git/config"))
         info = await other.sessions.stop("c")
         assert info.state is State.STOPPED
         assert "last/.git/config" in (info.notice or "")
