@@ -9,6 +9,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -255,6 +256,57 @@ def test_what_is_planted_for_later_is_taken_away(ground):
     protected |= {"common/.git/commondir", "mapped/.git/config", "linked/.git/config", "file/.git", "link/.git"}
     assert not left & {".envrc", ".vscode", ".github/workflows", *protected}
     assert any("held-by-carrel" in name for name in left), "what the agent made is kept, under another name"
+
+
+def test_protected_paths_that_the_owner_replaces(ground):
+    """Write to a protected file while its owner replaces it, which removes the mount that protects it."""
+
+    def attack(folder):
+        import errno
+        import os
+        import time
+
+        def refused(path):
+            try:
+                with open(path, "a"):
+                    return False
+            except OSError as error:
+                return error.errno == errno.EROFS
+
+        paths = [f"{top}/{name}" for top in ("/workspace", folder) for name in (".git/config", ".vscode/tasks.json")]
+        assert all(map(refused, paths))
+        for number in range(3):
+            os.mkdir(f"ready{number}")
+            deadline = time.monotonic() + 20
+            while not (os.path.exists(f"replaced{number}") and all(map(refused, paths))):
+                if time.monotonic() > deadline:
+                    return number, list(map(refused, paths))
+        return None
+
+    def replace(number):
+        deadline = time.monotonic() + 20
+        while not (here.folder / f"ready{number}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        (here.folder / "draft").write_text("[core]\n\tbare = false\n")
+        (here.folder / "settings").mkdir()
+        (here.folder / "settings" / "tasks.json").write_text("{}")
+        if ROOT:
+            give(here.folder / "settings", USER)
+            os.chown(here.folder / "draft", USER, USER)
+        os.rename(here.folder / "draft", here.folder / ".git" / "config")
+        os.rename(here.folder / ".vscode", here.folder / f"old{number}")
+        os.rename(here.folder / "settings", here.folder / ".vscode")
+        (here.folder / f"replaced{number}").touch()
+
+    here = ground(repository)
+    with ThreadPoolExecutor() as threads:
+        done = threads.submit(here.run, attack)
+        for number in range(3):
+            replace(number)
+        assert done.result() is None
+    here.end()
+    assert not list(here.folder.rglob("*held-by-carrel*"))
 
 
 def test_a_new_repository_that_can_run_nothing_stays(ground):

@@ -130,6 +130,7 @@ class FolderGuard:
     def __post_init__(self) -> None:
         self._top = open_without_links(self.folder, flags=_DIRECTORY)
         self._queue: Inotify | None = None
+        self._replaced: dict[str, None] = {}
         self._watched: dict[int, tuple[str, PatternPosition | None]] = {}
         """The path of each watch, and its position; None for a path that is examined again as a whole."""
 
@@ -160,6 +161,7 @@ class FolderGuard:
         again: dict[str, None] = {}
         for event in self._queue.read():
             if event.kind == "lost":
+                self._replaced |= dict.fromkeys(self.known or ())
                 return [*held, *self.sweep()]
             if event.kind == "ended":
                 self._watched.pop(event.watch, None)
@@ -171,8 +173,15 @@ class FolderGuard:
             if position is None:
                 again[above] = None  # once, however often it has changed
             elif (ahead := position.enter(name)) is not None:
-                held += self._hold(self._examine(above, name, ahead))
+                found = list(self._examine(above, name, ahead))
+                self._replaced |= dict.fromkeys(path for path in found if path in (self.known or ()))
+                held += self._hold(found)
         return held + self._hold(again)
+
+    def take_replaced(self) -> list[str]:
+        """Return the known paths that `look` has seen appear again, once. Their mounts are gone."""
+        replaced, self._replaced = self._replaced, {}
+        return list(replaced)
 
     def _search(self, top: str, position: PatternPosition) -> Iterable[str]:
         """Yield the protected paths in a directory, watching every directory on the way that may get one."""
