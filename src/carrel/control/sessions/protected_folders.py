@@ -114,9 +114,7 @@ class ProtectedFolders(Attachment):
     async def _look(self, box: LiveSandbox, guard: FolderGuard) -> None:
         held = await asyncio.to_thread(guard.look)
         if replaced := guard.take_replaced():
-            log.info(
-                "sandbox %s: %s replaced outside, and is protected again", box.record.id, ", ".join(replaced)[:500]
-            )
+            log.info("sandbox %s: replaced on the host: %s", box.record.id, ", ".join(replaced)[:500])
             try:
                 await box.provider.protect(box.handle, replaced)
             except PlatformError as error:
