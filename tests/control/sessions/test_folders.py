@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,14 +25,6 @@ from carrel.models.operations import STAT_FILE
 
 pytestmark = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
 OWNER = 1234
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    path = Path(os.path.realpath(tempfile.mkdtemp(prefix="carrel-roots-")))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture
