@@ -239,9 +239,9 @@ async def running(
                 await asyncio.gather(task, return_exceptions=True)
 
 
-def local_host_report(allow_process: bool = False) -> HostReport:
+def local_host_report() -> HostReport:
     """Report the capabilities of this host without a server. Nothing is started or written."""
-    report = host_report(open_providers("/", "/", allow_process=allow_process))
+    report = host_report(open_providers("/", "/", allow_process=False))
     checks = [*report.checks, disk_quota()]
     with suppress(CarrelError):  # `serve` reports invalid settings
         checks.append(retention(load().workspace_ttl_days))

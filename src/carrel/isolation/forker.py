@@ -86,6 +86,9 @@ class Child:
     proxy_listener: socket.socket | None = None
     network_fd: int = -1
     lifeline: int = -1
+    folder: str = ""
+    namespaces: tuple[int, ...] = ()
+    """Of a sandbox with masks on a folder of the host: its user namespace and its mount namespace."""
     waiting: list[tuple[socket.socket, int]] = field(default_factory=list)
 
     def take_proxy_listener(self, descriptor: int) -> None:
@@ -138,9 +141,16 @@ class Child:
             self.proxy_listener = None
         if self.watched is not None:
             self.watched.close()
-        for descriptor in (self.network_fd, self.lifeline):
+        for descriptor in (self.network_fd, self.lifeline, *self.namespaces):
             _close(descriptor)
         self.network_fd = self.lifeline = -1
+        self.namespaces = ()
+
+    def make_read_only_again(self, paths: Sequence[str]) -> None:
+        """Protect paths again that were replaced on the host. Called in a fork, which enters the sandbox for good."""
+        for descriptor in self.namespaces:
+            linux.enter_namespace(descriptor)
+        mask_mounts.make_read_only_again(paths, self.folder)
 
 
 class SandboxForker:
@@ -152,7 +162,7 @@ class SandboxForker:
         self._isolate = isolate
         self._root = os.geteuid() == 0
         self._count = 0
-        self._program = b""
+        self._program = self._folder_program = b""
         self._prepared: object = None
         self._ids: ids.HostIds | None = None
         self._workspaces = -1
@@ -171,7 +181,9 @@ class SandboxForker:
         if self._isolate:
             linux.raise_limit(resource.RLIMIT_NOFILE)  # each sandbox with an egress socket needs one
             self.cgroups = cgroups.Cgroups.open()
-            self._program = seccomp.build(more={} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS)
+            checks = {} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS
+            self._program = seccomp.build(more=checks)
+            self._folder_program = seccomp.build(more={**checks, **seccomp.without_set_ids()})
             self._ids = ids.HostIds() if self._root else None
             self._opener = zygote_root.enter(workspaces, root=self._root, shared=shared, folder_roots=folder_roots)
             if not self._root:
@@ -234,6 +246,11 @@ class SandboxForker:
                 self._map_owners(more, child)
                 mount = more.pop(0) if spec.folder else self._volume_mount(spec.workspace, child.pid)
                 fds += [mount, *([plan] if plan >= 0 else []), *more]
+                if spec.folder and spec.masked:
+                    child.folder = spec.folder
+                    child.namespaces = tuple(  # now: an ordinary user cannot open them later
+                        os.open(f"/proc/{child.pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("user", "mnt")
+                    )
             socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds)
         finally:
             if not spec.folder:
@@ -433,7 +450,8 @@ class SandboxForker:
             if self._isolate:
                 if spec.network == "bridge":
                     sandbox.hand_over_network(orders)
-                sandbox.complete(spec, fds[1:], self._program, root=self._root)
+                program = self._folder_program if spec.folder else self._program
+                sandbox.complete(spec, fds[1:], program, root=self._root)
                 for descriptor in fds[1:]:
                     os.close(descriptor)
                 if spec.watched:

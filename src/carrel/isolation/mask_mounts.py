@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from carrel.errors import PlatformError
 from carrel.isolation import linux, refusing_program, rootfs
+from carrel.isolation.folder_mounts import mount_point
 from carrel.isolation.masks import LONGEST_PATH, Masks, Part, in_memory, split, unpack
 from carrel.isolation.programs import ProgramCatalogue, Stamps, is_unchanged
 from carrel.primitives.leftovers import remove_leftover
@@ -411,32 +412,53 @@ def _pin(paths: dict[str, bool], covers: int) -> None:
         os.close(seen)
 
 
-def _make_read_only(path: str) -> None:
+def make_read_only_again(paths: Sequence[str], own_path: str) -> None:
+    """Mount protected paths of a folder read-only that were replaced on the host: the kernel removes a mount from a
+    name that is replaced in another mount namespace. Called in the namespaces of a sandbox that runs.
+    """
+    for top in dict.fromkeys((rootfs.WORKSPACE, mount_point(own_path))):
+        for path in paths:
+            _make_read_only(f"{top}/{path}", top)
+
+
+def _make_read_only(path: str, top: str = rootfs.WORKSPACE) -> None:
     try:
-        tree = _open_place(path, make=False)
+        here = _open_path(path, top)
     except (FileNotFoundError, NotADirectoryError):
         return
-    if tree is not None:
-        try:
-            linux.set_mount_attributes(tree, linux.MOUNT_ATTR_RDONLY)
-            linux.move_mount(tree, path)
-        finally:
-            os.close(tree)
+    try:
+        if not stat.S_ISLNK(os.fstat(here).st_mode) and not os.fstatvfs(here).f_flag & os.ST_RDONLY:
+            tree = linux.open_tree("", dir_fd=here)
+            try:
+                linux.set_mount_attributes(tree, linux.MOUNT_ATTR_RDONLY)
+                linux.move_mount(tree, here)
+            finally:
+                os.close(tree)
+    finally:
+        os.close(here)
 
 
 def _open_place(place: str, *, make: bool) -> int | None:
-    """Return a detached mount of a path, or None if it is a link. Links are not followed: they could lead anywhere."""
-    here = os.open(rootfs.WORKSPACE, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Return a detached mount of a path of the workspace, or None if it is a link."""
+    here = _open_path(place, rootfs.WORKSPACE, make=make)
     try:
-        for name in place.removeprefix(rootfs.WORKSPACE).split("/")[1:]:
+        return None if stat.S_ISLNK(os.fstat(here).st_mode) else linux.open_tree("", dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def _open_path(path: str, top: str, *, make: bool = False) -> int:
+    """Open a path below a directory. Links are not followed: they could lead anywhere."""
+    here = os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in path.removeprefix(top).split("/")[1:]:
             below = _step(here, name, make=make)
             os.close(here)
             here = below
-        if stat.S_ISLNK(os.fstat(here).st_mode):
-            return None
-        return linux.open_tree("", dir_fd=here)
-    finally:
+    except BaseException:
         os.close(here)
+        raise
+    return here
 
 
 def _step(directory: int, name: str, *, make: bool) -> int:

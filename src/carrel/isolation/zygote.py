@@ -250,6 +250,8 @@ class Zygote:
                 self._answer(connection, seq, known=named is not None, **usage)
             elif op == "held":
                 self._look_for_held(connection, seq, self._named.get(body["id"]))
+            elif op == "protect":
+                self._protect(connection, seq, self._named.get(body["id"]), body["paths"])
             elif op == "way_out":
                 named = self._named.get(body["id"])
                 proxy_listener = named.proxy_listener if named else None
@@ -382,6 +384,20 @@ class Zygote:
                 libc.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # it has copies of every socket
                 os.nice(5)
                 connection.send(json.dumps({"seq": seq, "bytes": self._forker.held(child)}).encode())
+            finally:
+                os._exit(0)
+
+    def _protect(self, connection: socket.socket, seq: int, child: Child | None, paths: Sequence[str]) -> None:
+        """Answer in a fork, which enters the namespaces of the sandbox."""
+        if child is None or not child.namespaces:
+            self._answer(connection, seq, known=False)
+        elif os.fork() == 0:
+            try:
+                libc.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # it has copies of every socket
+                child.make_read_only_again(paths)
+                connection.send(json.dumps({"seq": seq, "known": True}).encode())
+            except OSError as error:
+                connection.send(json.dumps({"seq": seq, "error": str(error)}).encode())
             finally:
                 os._exit(0)
 

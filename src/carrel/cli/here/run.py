@@ -331,6 +331,8 @@ def _summarise(
             facts[key] = sorted(found - {"None"})
         held = wire.request("GET", f"{query}&kind=file&name=hold_path")["items"]
         facts["held_back"] = {str(each["arguments"]["path"]): each["arguments"]["renamed_to"] for each in held[::-1]}
+        cleared = wire.request("GET", f"{query}&kind=file&name=clear_set_ids")["items"]
+        facts["set_ids_removed"] = sorted(str(each["arguments"]["path"]) for each in cleared)
     with suppress(CarrelError, StopIteration):
         base = f"/v1/contexts/{context}/checkpoints"
         end = next(each for each in wire.request("GET", base)["items"] if each["kind"] == "end")
@@ -356,6 +358,8 @@ def _sentence(facts: dict[str, Any]) -> str:
         parts.append(f"refused {_few(refused)}")
     if held := facts.get("held_back"):
         parts.append(f"protected, so renamed: {_few([f'{path} to {now}' for path, now in held.items()])}")
+    if cleared := facts.get("set_ids_removed"):
+        parts.append(f"changed, so without their set-id bits: {_few(cleared)}")
     if facts.get("approved") or facts.get("denied"):
         parts.append(f"{facts['approved']} approved, {facts['denied']} denied")
     return "carrel: " + "; ".join(parts) + ". `carrel diff` shows the changes, `carrel undo` takes them back"
