@@ -192,7 +192,8 @@ def shut(plan: EgressPlan, error: Exception) -> EgressPlan:
     nothing = Sources.model_validate(
         {"web_access": {"enabled": False}, "package_managers": {"pip": {"enabled": False}}}
     )
-    return replace(plan, layers=(Layer("carrel", None, nothing, f"carrel, because {why}"),), injected=())
+    layer = Layer("carrel", None, nothing, f"carrel, because {why}")
+    return replace(plan, layers=(layer,), injected=(), upstreams=())
 
 
 def _injected(credential: Credential, value: bytes) -> Injected:
