@@ -430,6 +430,7 @@ def main(arguments: list[str] | None = None) -> None:
     # asyncio imports TLS if it can; no sandbox needs it, and it would cost every fork memory.
     sys.modules["ssl"] = cast(Any, None)
     supervisor = cast(SupervisorModule, importlib.import_module(options.supervisor))
+    sys.dont_write_bytecode = True  # its sandboxes must not
     listener = socket.socket(fileno=options.listen_fd)
     zygote = Zygote(listener, supervisor, isolate=not options.plain)
     try:

@@ -162,9 +162,9 @@ class ZygoteClient:
             arguments += ["--share", f"{target}={source}"]
         for root in self._folder_roots:
             arguments += ["--folder-root", root]
-        passed_on = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+        passed_on = ("PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "LD_LIBRARY_PATH")
         environment = {name: os.environ[name] for name in passed_on if name in os.environ}
-        environment |= {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "1"}
+        environment |= {"LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
         with suppress(FileNotFoundError):
             os.unlink(self._log)
         self._process, connection = start(

@@ -117,16 +117,16 @@ def _server(url: str, directory: str) -> FolderServer:
 
 
 def _start(directory: str, starting: int) -> None:
-    """Start a server. It holds the lock too until it is ready: if this process is killed, the next one waits for it."""
+    """Start a server. It holds the lock too until it is ready: if this process is killed, the next one waits for it.
+    Then it closes the lock and a pipe, which tells this process.
+    """
+    import select
     import subprocess
 
     _remove(os.path.join(directory, "server.json"))  # of a server that was killed
     log = os.path.join(directory, "server.log")
-    command = [sys.executable, "-m", "carrel", "serve", "--host", "127.0.0.1", "--port", "0", "--data-dir", directory]
-    command += ["--log-level", "warning", "--until-unused", os.path.join(directory, "users")]
-    command += ["--starting-fd", str(starting)]
-    for setting in _SETTINGS:
-        command += ["--set", setting]
+    ended, ends = os.pipe2(os.O_CLOEXEC)
+    command = [sys.executable, "-m", "carrel.cli.here.serve", directory, str(starting), str(ends)]
     kept = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
     with open(log, "wb") as output:
         os.chmod(log, 0o600)
@@ -137,19 +137,17 @@ def _start(directory: str, starting: int) -> None:
             stderr=output,
             cwd=directory,  # a carrel.toml of the folder must not configure it
             env=kept,
-            pass_fds=(starting,),
+            pass_fds=(starting, ends),
             start_new_session=True,  # the keys of the terminal are not for it
         )
     process.returncode = 0  # nobody waits for it: it may live longer than this process
-    deadline = time.monotonic() + START_S
-    while _record(directory) is None:
-        if os.waitpid(process.pid, os.WNOHANG)[0] or time.monotonic() > deadline:
-            raise PlatformError(f"the server for this folder did not start: {_reason(log)}", hint=f"see {log}")
-        time.sleep(0.003)
-
-
-_SETTINGS = ("sandbox.folder_roots=/",)
-"""Settings of a server for the purpose: it belongs to the user, who chooses the folder."""
+    os.close(ends)
+    try:
+        select.select([ended], [], [], START_S)
+    finally:
+        os.close(ended)
+    if _record(directory) is None:
+        raise PlatformError(f"the server for this folder did not start: {_reason(log)}", hint=f"see {log}")
 
 
 def _reason(log: str) -> str:
