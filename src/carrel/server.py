@@ -319,6 +319,10 @@ async def _serve(settings: Settings, users: Path | None, starting: Sequence[int]
                 "other machines can connect to this server over plain HTTP, which sends tokens and files unencrypted; "
                 "listen on 127.0.0.1 and put a proxy with TLS in front of it"
             )
+        if users is None:
+            from carrel.api.app import resources
+
+            await asyncio.to_thread(resources)  # no request has to wait for it
         await stop.wait()
         log.info("shutting down")
 
