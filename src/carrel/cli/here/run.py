@@ -173,11 +173,9 @@ def _apply(setup: HereSetup, wire: LocalWire, context: str) -> None:
             last = json.load(file)
     except (OSError, ValueError):
         last = {}
-    current = wire.request("GET", f"{base}/policy")
-    if current["version"] != last.get("version") or (setup.settings, setup.sources) != (
-        last.get("settings"),
-        last.get("sources"),
-    ):
+    same = (setup.settings, setup.sources) == (last.get("settings"), last.get("sources"))
+    current = wire.request("GET", f"{base}/policy", unless=last.get("version") if same else None)
+    if current is not None:
         known = _rules(last.get("settings"))
         added = [rule for rule in _rules(current["settings"]) if known and rule not in known]
         settings = json.loads(json.dumps(setup.settings))

@@ -170,6 +170,11 @@ class Policies:
         layer = await self._layer(context_id)
         return await run_to_end(lambda: self._info(context_id, record, layer))
 
+    async def version(self, context_id: str) -> int:
+        """Return the version of a context's policy; 0 if it has none."""
+        record = await self._store.get(context_id)
+        return 0 if record is None else record.version
+
     async def write(self, context_id: str, given: PolicyDocuments, by: str) -> PolicyInfo:
         """Write the documents of a context; refuse all of them when a rule cannot be read or would disable the policy.
         `PolicyChanges` updates running sandboxes.
