@@ -61,6 +61,8 @@ class _Attached:
     plan: EgressPlan
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a policy is read and sent, so that an older policy never replaces a newer one."""
+    known: bool = False
+    """Whether the process that runs now was told of it."""
     asking: int = 0
     asked: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -118,7 +120,7 @@ class EgressService(Attachment):
             known = await self._client.connect()
             for box in wanting:
                 try:
-                    await self.attach(box)
+                    await self._attach_now(await self._attachable(box))
                 except CarrelError as error:
                     log.warning("sandbox %s has no outbound network: %s", box.record.id, error)
             for name in known:
@@ -130,20 +132,28 @@ class EgressService(Attachment):
         self._upkeep = asyncio.get_running_loop().create_task(self._refresh_all())
 
     async def attach(self, box: LiveSandbox) -> None:
-        """Attach a new sandbox, if its network goes through the proxy."""
+        """Attach a new sandbox, if its network goes through the proxy. Its connections wait until the process has its
+        plan.
+        """
         if not box.record.network.proxied:
             return
+        attached = self._boxes[box.record.id] = await self._attachable(box)
+        if self._client.up:
+            self._start(self._attach_late(attached))
+        else:
+            self._start_soon(attached)
+
+    async def _attachable(self, box: LiveSandbox) -> _Attached:
         self._remember_context(box)
         plan = await self._plans.of(box.record)
         listener = await box.provider.way_out(box.handle)
         if listener is None:
             raise PlatformError("the sandbox has no outbound network", hint="its provider lost it; restart the sandbox")
-        attached = _Attached(box, listener, plan)
-        if self._client.up:
-            await self._attach_now(attached)
-        else:
-            self._boxes[box.record.id] = attached
-            self._start_soon(attached)
+        return _Attached(box, listener, plan)
+
+    async def _attach_late(self, attached: _Attached) -> None:
+        if not await self._attach_again(attached):
+            self._replace()
 
     async def _attach_now(self, attached: _Attached) -> None:
         sandbox = attached.box.record.id
@@ -156,7 +166,8 @@ class EgressService(Attachment):
                 self._client.send("detach", sandbox=sandbox)
             raise
         self._boxes[sandbox] = attached
-        if not self._client.up:
+        attached.known = self._client.up
+        if not attached.known:
             self._replace()  # it died before this sandbox was in the list
 
     def detach(self, box: LiveSandbox) -> None:
@@ -263,6 +274,8 @@ class EgressService(Attachment):
             os.close(plan)
 
     def _process_ended(self) -> None:
+        for attached in self._boxes.values():
+            attached.known = False
         self._log.lost()
         self._replace()
 
@@ -280,13 +293,14 @@ class EgressService(Attachment):
             pause = backoff.next_pause()
             try:
                 await self._client.connect()
-                attached = [await self._attach_again(each) for each in list(self._boxes.values())]
+                for each in list(self._boxes.values()):
+                    await self._attach_again(each)
             except (CarrelError, OSError) as error:
                 log.warning("the egress process could not be started: %s", error)
                 if not self._boxes:
                     return
                 continue
-            if self._client.up and all(attached):
+            if self._client.up and all(each.known for each in self._boxes.values()):
                 log.info("the egress process runs")
                 return
 
@@ -295,22 +309,21 @@ class EgressService(Attachment):
         that the process refuses closes the network of the sandbox.
         """
         sandbox = attached.box.record.id
-        if self._boxes.get(sandbox) is not attached:
-            return True  # it has ended, and its descriptor number may be in use again
-        asyncio.get_running_loop().remove_reader(attached.listener)
-        try:
-            try:
-                await self._attach(attached)
-            except PlatformError as error:
-                if not self._client.pid:
-                    raise
-                log.warning("the network of sandbox %s is closed: %s", sandbox, error)
-                attached.plan = shut(attached.plan, error)
-                await self._attach(attached)
-        except CarrelError as error:
-            log.warning("sandbox %s has no outbound network: %s", sandbox, error)
-            return False
-        return True
+        async with attached.changing:
+            for _ in range(2):
+                if attached.known or self._boxes.get(sandbox) is not attached:
+                    return True  # it has ended, and its descriptor number may be in use again
+                asyncio.get_running_loop().remove_reader(attached.listener)
+                attached.known = True
+                try:
+                    await self._attach(attached)
+                except CarrelError as error:
+                    attached.known = False
+                    if not self._client.pid:
+                        break  # it has died, and the next process will get it
+                    log.warning("the network of sandbox %s is closed: %s", sandbox, error)
+                    attached.plan = shut(attached.plan, error)
+        return attached.known
 
     async def _refresh_all(self) -> None:
         while True:
