@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError, ProviderUnavailable
-from carrel.isolation.sandbox import MOST_DESCRIPTORS
+from carrel.isolation.inside import MOST_DESCRIPTORS
 from carrel.primitives.channel import Channel, ChannelClosed, close_all, connect, start, wait_for_end
 from carrel.primitives.tasks import readable
 from carrel.primitives.trees import Identity

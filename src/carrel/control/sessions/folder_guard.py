@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from carrel.isolation.inside import WORKSPACE
 from carrel.isolation.masks import split
-from carrel.isolation.rootfs import WORKSPACE
 from carrel.primitives.inotify import Inotify
 from carrel.primitives.libc import open_without_links, rename_new
 
