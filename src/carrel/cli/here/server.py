@@ -128,6 +128,7 @@ def _start(directory: str, starting: int) -> None:
     ended, ends = os.pipe2(os.O_CLOEXEC)
     command = [sys.executable, "-m", "carrel.cli.here.serve", directory, str(starting), str(ends)]
     kept = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
+    kept["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # the search for them reads a file of every installed package
     with open(log, "wb") as output:
         os.chmod(log, 0o600)
         process = subprocess.Popen(
