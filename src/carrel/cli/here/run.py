@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 from carrel.cli.failures import note
@@ -54,8 +55,9 @@ def run(options: HereOptions) -> int:
     command = list(options.command) or [_shell()]
     agent = _agent_name(options, command)
     context = context_id(folder, agent)
-    setup = setup_for(options, folder, command, context)
-    with server_for(folder) as server, _using(context) as alone:
+    prepared = cache(lambda: setup_for(options, folder, command, context))
+    with server_for(folder, meanwhile=prepared) as server, _using(context) as alone:
+        setup = prepared()
         wire = LocalWire(server.url, server.agent_token or server.token)
         for sentence in setup.notes:
             note(f"carrel: {sentence}")

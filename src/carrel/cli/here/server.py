@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,9 +55,9 @@ def client_directory() -> str:
 
 
 @contextmanager
-def server_for(folder: str) -> Iterator[FolderServer]:
+def server_for(folder: str, meanwhile: Callable[[], object] = lambda: None) -> Iterator[FolderServer]:
     """Yield a server that may use this folder as a workspace. One that is started for it lives as long as the block,
-    or as the blocks of other processes.
+    or as the blocks of other processes. `meanwhile` is called while it starts.
     """
     named = os.environ.get("CARREL_URL")
     if named:
@@ -80,7 +80,7 @@ def server_for(folder: str) -> Iterator[FolderServer]:
         ) from None
     try:
         _lock(users, fcntl.LOCK_SH, END_S, f"a server that is ending still uses {directory}")
-        yield found_or_started(directory)
+        yield found_or_started(directory, meanwhile)
     finally:
         os.close(users)
 
@@ -94,13 +94,13 @@ def client_for(folder: str) -> Iterator[Client]:
         yield client
 
 
-def found_or_started(directory: str) -> FolderServer:
+def found_or_started(directory: str, meanwhile: Callable[[], object] = lambda: None) -> FolderServer:
     """Return the server that runs, or start one. One process at a time does this."""
     starting = _open(directory, "starting")
     try:
         _lock(starting, fcntl.LOCK_EX, START_S, f"another process is starting a server in {directory}")
         if not _is_used(directory):
-            _start(directory, starting)
+            _start(directory, starting, meanwhile)
         found = _record(directory)
     finally:
         os.close(starting)
@@ -116,11 +116,12 @@ def _server(url: str, directory: str) -> FolderServer:
     return FolderServer(url, _token(directory, "token"), _token(directory, "agent-token"))
 
 
-def _start(directory: str, starting: int) -> None:
+def _start(directory: str, starting: int, meanwhile: Callable[[], object]) -> None:
     """Start a server. It holds the lock too until it is ready: if this process is killed, the next one waits for it.
     Then it closes the lock and a pipe, which tells this process.
     """
     import select
+    import signal
     import subprocess
 
     _remove(os.path.join(directory, "server.json"))  # of a server that was killed
@@ -144,7 +145,12 @@ def _start(directory: str, starting: int) -> None:
     process.returncode = 0  # nobody waits for it: it may live longer than this process
     os.close(ends)
     try:
+        meanwhile()
         select.select([ended], [], [], START_S)
+    except BaseException:
+        os.kill(process.pid, signal.SIGTERM)
+        os.waitpid(process.pid, 0)
+        raise
     finally:
         os.close(ended)
     if _record(directory) is None:
