@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from carrel.config import Settings
 from carrel.errors import CarrelError
-from carrel.isolation.rootfs import ENVIRONMENTS
+from carrel.isolation.inside import ENVIRONMENTS
 from carrel.isolation.tools import shared_tools
 from carrel.providers import open_providers
 from carrel.providers.base import Provider

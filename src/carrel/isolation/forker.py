@@ -26,6 +26,7 @@ from carrel.isolation import (
     cgroups,
     folder_opener,
     ids,
+    inside,
     linux,
     mask_mounts,
     rootfs,
@@ -456,7 +457,7 @@ class SandboxForker:
                     os.close(descriptor)
                 if spec.watched:
                     sandbox.hand_over_memory(orders, spec)
-                workspace, home = rootfs.WORKSPACE, rootfs.HOME
+                workspace, home = inside.WORKSPACE, inside.HOME
             else:
                 os.setsid()
                 libc.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
@@ -482,7 +483,7 @@ class SandboxForker:
                 spec.memory_mb,
                 score,
                 writable,
-                sandbox.PROXY_PORT if has_port else None,
+                inside.PROXY_PORT if has_port else None,
                 proxy_listener,
                 spec.trust,
                 spec.folder if self._isolate else "",

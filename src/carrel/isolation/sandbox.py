@@ -14,15 +14,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from carrel.isolation import budgets, folder_mounts, landlock, linux, mask_mounts, rootfs, seccomp
+from carrel.isolation import budgets, folder_mounts, inside, landlock, linux, mask_mounts, rootfs, seccomp
+from carrel.isolation.inside import MOST_DESCRIPTORS, PROXY_PORT
 from carrel.primitives import libc
 
 BASE = "/base"
 COVERS = "/covers"
 OPEN_FILES = 8192
 MAX_MESSAGE = 256 * 1024
-MOST_DESCRIPTORS = 64
-PROXY_PORT = 3128
 PROXY_BACKLOG = 4096
 PROXY_LISTENER = b"proxy listener"
 NETWORK = b"network"
@@ -133,7 +132,7 @@ def hand_over_network(orders: socket.socket) -> None:
 
 def hand_over_memory(orders: socket.socket, spec: Spec) -> None:
     """Send the zygote descriptors for measuring the memory that this sandbox uses outside of its processes."""
-    paths = ("/tmp", "/dev/shm") if rootfs.HOME in spec.mounts else (rootfs.HOME, "/tmp", "/dev/shm")
+    paths = ("/tmp", "/dev/shm") if inside.HOME in spec.mounts else (inside.HOME, "/tmp", "/dev/shm")
     fds = [os.open("/proc/sysvipc/shm", os.O_RDONLY | os.O_CLOEXEC)]
     fds += [os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) for path in paths]
     try:
@@ -151,7 +150,7 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
     workspace_fd, *more = fds
     plan_fd = more.pop(0) if spec.masked else -1
     covered = folder_mounts.cover(BASE, [spec.folder, *spec.mounts])
-    plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=rootfs.HOME in spec.mounts)
+    plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=inside.HOME in spec.mounts)
     rootfs.apply_plan(plan, BASE, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
     if spec.folder:
         folder_mounts.attach(BASE, spec.folder, list(zip(spec.mounts, more, strict=True)), covered)
@@ -171,7 +170,7 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
     libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
         # With the secrets: a rule applies to a directory through all its mounts, and the agent's mount is read-only.
-        landlock.restrict(read=["/"], write=(*rootfs.WRITABLE, rootfs.SECRETS))
+        landlock.restrict(read=["/"], write=(*rootfs.WRITABLE, inside.SECRETS))
     seccomp.install(program)
 
 

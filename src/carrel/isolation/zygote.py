@@ -23,7 +23,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from carrel.errors import CarrelError, PlatformError
-from carrel.isolation import cgroups, linux, sandbox, watchdog
+from carrel.isolation import cgroups, inside, linux, sandbox, watchdog
 from carrel.isolation.forker import Child, SandboxForker, SupervisorModule, kill
 from carrel.primitives import libc
 
@@ -216,7 +216,7 @@ class Zygote:
     def _request(self, connection: socket.socket) -> None:
         fds: list[int] = []
         try:
-            message, fds, _flags, _address = socket.recv_fds(connection, MAX_MESSAGE, sandbox.MOST_DESCRIPTORS)
+            message, fds, _flags, _address = socket.recv_fds(connection, MAX_MESSAGE, inside.MOST_DESCRIPTORS)
         except OSError:
             message = b""
         if not message:
@@ -446,6 +446,7 @@ def main(arguments: list[str] | None = None) -> None:
     # asyncio imports TLS if it can; no sandbox needs it, and it would cost every fork memory.
     sys.modules["ssl"] = cast(Any, None)
     supervisor = cast(SupervisorModule, importlib.import_module(options.supervisor))
+    sys.dont_write_bytecode = True  # its sandboxes must not
     listener = socket.socket(fileno=options.listen_fd)
     zygote = Zygote(listener, supervisor, isolate=not options.plain)
     try:

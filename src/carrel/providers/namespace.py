@@ -9,7 +9,7 @@ from typing import Any
 
 from carrel.errors import PlatformError
 from carrel.isolation import probe
-from carrel.isolation.rootfs import ENVIRONMENTS
+from carrel.isolation.inside import ENVIRONMENTS
 from carrel.models import Network
 from carrel.primitives.channel import close_all
 from carrel.providers.base import Capability, Handle, Launch

@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 from carrel.cli.failures import note
@@ -54,8 +55,9 @@ def run(options: HereOptions) -> int:
     command = list(options.command) or [_shell()]
     agent = _agent_name(options, command)
     context = context_id(folder, agent)
-    setup = setup_for(options, folder, command, context)
-    with server_for(folder) as server, _using(context) as alone:
+    prepared = cache(lambda: setup_for(options, folder, command, context))
+    with server_for(folder, meanwhile=prepared) as server, _using(context) as alone:
+        setup = prepared()
         wire = LocalWire(server.url, server.agent_token or server.token)
         for sentence in setup.notes:
             note(f"carrel: {sentence}")
@@ -175,11 +177,9 @@ def _apply(setup: HereSetup, wire: LocalWire, context: str) -> None:
             last = json.load(file)
     except (OSError, ValueError):
         last = {}
-    current = wire.request("GET", f"{base}/policy")
-    if current["version"] != last.get("version") or (setup.settings, setup.sources) != (
-        last.get("settings"),
-        last.get("sources"),
-    ):
+    same = (setup.settings, setup.sources) == (last.get("settings"), last.get("sources"))
+    current = wire.request("GET", f"{base}/policy", unless=last.get("version") if same else None)
+    if current is not None:
         known = _rules(last.get("settings"))
         added = [rule for rule in _rules(current["settings"]) if known and rule not in known]
         settings = json.loads(json.dumps(setup.settings))

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from carrel.control.sessions.repository_checks import CONFIG, HOOKS, is_harmless
+from carrel.isolation.inside import WORKSPACE
 from carrel.isolation.masks import split
-from carrel.isolation.rootfs import WORKSPACE
 from carrel.primitives.inotify import Inotify
 from carrel.primitives.libc import open_without_links, rename_new
 

@@ -16,8 +16,7 @@ from dataclasses import replace
 from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.sessions.attachments import Attachment, LaunchPlan
 from carrel.errors import InvalidRequest, LimitExceeded, PlatformError, Unsupported
-from carrel.isolation.folder_mounts import UNAVAILABLE
-from carrel.isolation.rootfs import HOME, WORKSPACE
+from carrel.isolation.inside import HOME, UNAVAILABLE, WORKSPACE
 from carrel.primitives.libc import open_without_links
 from carrel.primitives.trees import Identity, remove_tree
 from carrel.providers.base import Capability, FolderMounts, HostMount
