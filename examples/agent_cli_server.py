@@ -5,7 +5,9 @@
     curl -d 'Fix the failing test' http://127.0.0.1:8100/users/ann/runs
     curl -N http://127.0.0.1:8100/users/ann/runs/RUN/events
 
-Each user has a context, so one user's agent sees nothing of another's. The profile of the program (`carrel.profiles`)
+Each user has a context, so one user's agent sees nothing of another's. With `--folders DIR` the agent of a user works
+on the folder DIR/USER of this machine, in place; the carrel server must allow that (CARREL_SANDBOX_FOLDER_ROOTS=DIR).
+Then `carrel undo` in such a folder takes back what the agent did there. The profile of the program (`carrel.profiles`)
 says what it may reach; keys in the environment of this server are put into requests and are never in a sandbox.
 
 The server keeps no state. A run is found by the id of its command, and the id of an event says where its line ends. So
@@ -61,21 +63,25 @@ class Mark:
 class Agents:
     """Runs the agents of all users."""
 
-    def __init__(self, carrel: AsyncClient, command: Sequence[str]):
+    def __init__(self, carrel: AsyncClient, command: Sequence[str], folders: Path | None):
         self._carrel = carrel
         self._command = command
+        self._folders = folders
 
     async def start(self, user: str, prompt: str) -> str:
         """Start the agent of a user with a prompt, and return the id of the run."""
         context = f"agent-of-{user}"
         command = [*self._command, prompt]
-        setup = prepare(command, None, environ=os.environ, home=str(Path.home()))
+        folder = None if self._folders is None else str(self._folders / user)
+        if folder is not None:
+            os.makedirs(folder, exist_ok=True)
+        setup = prepare(command, folder, environ=os.environ, home=str(Path.home()))
         await self._carrel.policy(context).put(settings=setup.settings, sources=setup.sources)
         for name, value in setup.secrets.items():
             await self._carrel.secrets(context).put(name, value)
-        box = await self._carrel.sandbox(context, network=setup.network)
+        box = await self._carrel.sandbox(context, network=setup.network, workspace_path=folder)
         run = f"k{secrets.token_hex(12)}"
-        await box.commands.start(list(setup.command), env=setup.env, id=run)
+        await box.commands.start(list(setup.command), cwd=folder, env=setup.env, id=run)
         return run
 
     async def events(self, user: str, run: str, mark: Mark) -> AsyncIterator[str]:
@@ -100,13 +106,13 @@ class Agents:
         return self._carrel.attach(await self._carrel.find(f"agent-of-{user}"))
 
 
-def application(command: Sequence[str]) -> Starlette:
+def application(command: Sequence[str], folders: Path | None) -> Starlette:
     """Return the web application."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with AsyncClient(administrator=True) as carrel:
-            app.state.agents = Agents(carrel, command)
+            app.state.agents = Agents(carrel, command, folders)
             yield
 
     async def start(request: Request) -> Response:
@@ -156,9 +162,11 @@ def _user(request: Request) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--port", type=int, default=8100)
+    parser.add_argument("--folders", type=Path, metavar="DIR", help="users work on DIR/USER; else in stored workspaces")
     parser.add_argument("command", nargs="+", help="the agent's CLI and its arguments; the prompt is added at the end")
     given = parser.parse_args()
+    folders = None if given.folders is None else given.folders.resolve()
     try:
-        uvicorn.run(application(given.command), host="127.0.0.1", port=given.port, log_level="warning")
+        uvicorn.run(application(given.command, folders), host="127.0.0.1", port=given.port, log_level="warning")
     except CarrelError as problem:
         sys.exit(f"{problem}\n{problem.hint or ''}")

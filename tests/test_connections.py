@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import socket
+import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
@@ -30,6 +32,8 @@ async def application(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.accept"})
+        for _ in range(1000 if scope["path"] == "/much" else 0):
+            await send({"type": "websocket.send", "bytes": bytes(10_000)})
         while (await receive())["type"] != "websocket.disconnect":
             pass
         return
@@ -239,12 +243,40 @@ async def test_connections_of_known_callers_are_bounded() -> None:
                 assert (status, json.loads(body)["code"]) == (503, "limit_exceeded")
 
 
+UPGRADE = (
+    b"GET / HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
+    b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+)
+
+
+async def test_callers_that_are_gone_are_noticed_and_suspended_ones_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_S", 0.02)
+    monkeypatch.setattr(module, "MOST_UNANSWERED", 2)
+    # A small program for the kernel: drop every packet for this socket, as if its machine were gone.
+    drop_all = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))
+    connections = Connections(64)
+    async with serving(connections) as port:
+        with socket.create_connection(("127.0.0.1", port)) as suspended, socket.socket() as gone:
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that the server has more to send
+            gone.connect(("127.0.0.1", port))
+            loop = asyncio.get_running_loop()
+            for each in (suspended, gone):
+                each.setblocking(False)
+                each.send(UPGRADE.replace(b"/", b"/much", 1))
+                assert await asyncio.wait_for(loop.sock_recv(each, 12), PATIENCE_S) == b"HTTP/1.1 101"
+            assert len(connections) == 2
+            gone.setsockopt(socket.SOL_SOCKET, 26, struct.pack("HL", 1, ctypes.addressof(drop_all)))  # SO_ATTACH_FILTER
+            async with asyncio.timeout(PATIENCE_S):
+                while len(connections) == 2:
+                    await asyncio.sleep(0.001)
+                received = 0
+                while received < 10_000_000:
+                    received += len(await loop.sock_recv(suspended, 1 << 20))
+
+
 async def test_websockets_are_counted_until_they_close() -> None:
     connections = Connections(64)
-    head = (
-        b"GET / HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\nsec-websocket-version: 13\r\n"
-        b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
-    )
+    head = UPGRADE
     async with serving(connections) as port:
         async with peer(port) as caller:
             caller.send(head)

@@ -98,6 +98,12 @@ class SandboxSettings(_Group):
         "workspace (`workspace_path`) and show files to sandboxes (`host_paths`); by default none",
     )
 
+    home_mb: DiskMb = Field(
+        default=10_240,
+        description="size of the home directory that a context with a folder keeps; a sandbox whose home is larger is "
+        "stopped within seconds",
+    )
+
     @field_validator("folder_roots")
     @classmethod
     def _absolute_roots(cls, value: str) -> str:

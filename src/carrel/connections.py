@@ -11,6 +11,7 @@ import ipaddress
 import json
 import logging
 import resource
+import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import Any, cast
@@ -34,6 +35,11 @@ HEAD_S = 10.0
 """The most seconds for the head of a request, from its first byte."""
 UNKNOWN_S = 20.0
 """The most seconds for a connection without a valid token."""
+LOOK_S = 10.0
+"""How often the server looks for callers that are gone."""
+MOST_UNANSWERED = 7
+"""Packets without any answer until a caller counts as gone. The pauses between them double: that takes a minute."""
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 20, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 4}
 MAX_CONNECTIONS = 16_384
 MAX_UNKNOWN = 2048
 _SLICE = 8 * 1024
@@ -56,9 +62,10 @@ class OpenConnection:
     called.
     """
 
-    def __init__(self, connections: Connections, transport: asyncio.Transport):
+    def __init__(self, connections: Connections, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
         self._connections = connections
         self._transport = transport
+        self._loop = loop
         self._deadline: asyncio.TimerHandle | None = None
         self._prolonged = False
         self.answering = False
@@ -66,9 +73,12 @@ class OpenConnection:
         self.peer = _peer(transport)
 
     def authenticated(self) -> None:
-        """Record that the caller has sent a valid token: the connection has no deadline any more."""
-        self._stop_deadline()
-        self._connections.now_known(self)
+        """Record that the caller has sent a valid token: the connection lasts until one side closes it, or the
+        machine of the caller is gone.
+        """
+        if self._connections.now_known(self):
+            self._stop_deadline()
+            self._deadline = self._loop.call_later(LOOK_S, self._look)
 
     def begin(self) -> None:
         """Record that a request begins."""
@@ -89,17 +99,27 @@ class OpenConnection:
         self.closed()
         self._transport.abort()
 
-    def start_deadline(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+    def start_deadline(self, seconds: float) -> None:
         """Close the connection if its caller is still unknown after these seconds."""
-        self._deadline = loop.call_later(seconds, self._expired, loop, seconds)
+        self._deadline = self._loop.call_later(seconds, self._expired, seconds)
 
-    def _expired(self, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+    def _expired(self, seconds: float) -> None:
         if self.answering and not self._prolonged:
             # The caller has sent a complete request, and the server is slow: the response gets the same time again.
             self._prolonged = True
-            self.start_deadline(loop, seconds)
+            self.start_deadline(seconds)
         else:
             self.abort()
+
+    def _look(self) -> None:
+        """Close the connection if the machine of its caller is gone. A caller that is only suspended (Ctrl-Z) reads
+        nothing and answers no ping of a WebSocket, but its kernel answers; so `TCP_USER_TIMEOUT` is no help here.
+        """
+        if _unanswered_packets(self._transport) >= MOST_UNANSWERED:
+            log.info("the machine of a caller at %s is gone", self.peer)
+            self.abort()
+        else:
+            self._deadline = self._loop.call_later(LOOK_S, self._look)
 
     def _stop_deadline(self) -> None:
         if self._deadline is not None:
@@ -144,12 +164,13 @@ class Connections:
 
     def add(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> OpenConnection | None:
         """Add a new connection; None if all others are busy for known callers, so that none can be replaced."""
-        new = OpenConnection(self, transport)
+        new = OpenConnection(self, transport, loop)
         if (len(self._unknown) >= self.most_unknown or len(self) >= self.most) and not self._close_oldest(new.peer):
             return None
         self._unknown[new] = None
         self._by_peer.setdefault(new.peer, {})[new] = None
-        new.start_deadline(loop, self.unknown_s)
+        new.start_deadline(self.unknown_s)
+        _keep_alive(transport)
         return new
 
     def _close_oldest(self, peer: str) -> bool:
@@ -162,10 +183,12 @@ class Connections:
         oldest.abort()
         return True
 
-    def now_known(self, connection: OpenConnection) -> None:
-        """Record that the caller of a connection is authenticated."""
+    def now_known(self, connection: OpenConnection) -> bool:
+        """Record that the caller of a connection is authenticated; return whether that is new."""
         if self._forget_unknown(connection):
             self._known.add(connection)
+            return True
+        return False
 
     def now_busy(self, connection: OpenConnection) -> None:
         """Record that a connection has a request to answer."""
@@ -229,6 +252,24 @@ def _peer(transport: asyncio.Transport) -> str:
         return str(ipaddress.ip_network((host.partition("%")[0], 64), strict=False))
     except ValueError:
         return str(host)
+
+
+def _keep_alive(transport: asyncio.Transport) -> None:
+    """Let the kernel find out that the machine of a caller is gone while nothing is sent."""
+    caller = transport.get_extra_info("socket")
+    if caller is not None and caller.family != socket.AF_UNIX:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE.items():
+            caller.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _unanswered_packets(transport: asyncio.Transport) -> int:
+    """Return how often the kernel has sent something again without any answer of the other kernel."""
+    caller = transport.get_extra_info("socket")
+    if caller is None or caller.family == socket.AF_UNIX:
+        return 0
+    info: bytes = caller.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # state, congestion, retransmits, probes
+    return max(info[2], info[3])
 
 
 class HttpProtocol(HttpToolsProtocol):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from carrel.errors import InvalidRequest, NotRunning, SandboxLost
 from carrel.isolation import probe
 from carrel.isolation.cgroups import host_memory_mb
-from carrel.isolation.rootfs import ENVIRONMENTS
+from carrel.isolation.inside import ENVIRONMENTS
 from carrel.isolation.tools import shared_tools
 from carrel.primitives import tasks
 from carrel.providers.zygotes import ZygoteClient

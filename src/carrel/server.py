@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -239,9 +239,9 @@ async def running(
                 await asyncio.gather(task, return_exceptions=True)
 
 
-def local_host_report(allow_process: bool = False) -> HostReport:
+def local_host_report() -> HostReport:
     """Report the capabilities of this host without a server. Nothing is started or written."""
-    report = host_report(open_providers("/", "/", allow_process=allow_process))
+    report = host_report(open_providers("/", "/", allow_process=False))
     checks = [*report.checks, disk_quota()]
     with suppress(CarrelError):  # `serve` reports invalid settings
         checks.append(retention(load().workspace_ttl_days))
@@ -301,7 +301,7 @@ def _call_when_unused(users: Path, unused: Callable[[], object]) -> None:
     threading.Thread(target=wait, name="carrel-users", daemon=True).start()
 
 
-async def _serve(settings: Settings, users: Path | None, starting: int | None) -> None:
+async def _serve(settings: Settings, users: Path | None, starting: Sequence[int]) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     if users is not None:
@@ -311,26 +311,30 @@ async def _serve(settings: Settings, users: Path | None, starting: int | None) -
     async with AsyncExitStack() as stack:
         with importing():
             server = await stack.enter_async_context(running(settings))
-        if starting is not None:
-            os.close(starting)
+        for each in starting:
+            os.close(each)
         print(_welcome(server, at_terminal=sys.stdout.isatty()), flush=True)  # noqa: T201
         if not is_loopback(settings.host):
             log.warning(
                 "other machines can connect to this server over plain HTTP, which sends tokens and files unencrypted; "
                 "listen on 127.0.0.1 and put a proxy with TLS in front of it"
             )
+        if users is None:
+            from carrel.api.app import resources
+
+            await asyncio.to_thread(resources)  # no request has to wait for it
         await stop.wait()
         log.info("shutting down")
 
 
-def serve(settings: Settings, users: Path | None = None, starting: int | None = None) -> None:
+def serve(settings: Settings, users: Path | None = None, starting: Sequence[int] = ()) -> None:
     """Run a server until SIGTERM or SIGINT; then stop every sandbox. Durable workspaces stay.
 
-    With `users` it also ends when no process has a lock on that file. The descriptor `starting` holds a lock that keeps
-    others from starting a second server; it is closed when this one is ready.
+    With `users` it also ends when no process has a lock on that file. The descriptors `starting` are closed when this
+    server is ready: a lock that keeps others from starting a second server, and the pipe that somebody waits for.
     """
-    if starting is not None:
-        os.set_inheritable(starting, False)
+    for each in starting:
+        os.set_inheritable(each, False)
     logging.basicConfig(
         level=settings.log_level.upper(),
         stream=sys.stderr,

@@ -40,7 +40,7 @@ def test_every_operation_is_declared(contract: Contract) -> None:
 def test_every_route_is_guarded() -> None:
     """A route that names a sandbox or a context is about that; any other is a list, asks itself, or is for all."""
     sockets = []
-    for module in application._RESOURCES:
+    for module in application.resources():
         for route in module.router.routes:
             if isinstance(route, WebSocketRoute):
                 sockets.append(route.path)
@@ -63,7 +63,7 @@ def test_every_route_is_guarded() -> None:
 
 
 def test_routes_are_those_of_the_table() -> None:
-    routes = [route for module in application._RESOURCES for route in module.router.routes]
+    routes = [route for module in application.resources() for route in module.router.routes]
     served = {
         (route.row.id, *(route.methods or ()), route.path) for route in routes if isinstance(route, OperationRoute)
     }

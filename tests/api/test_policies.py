@@ -43,3 +43,12 @@ async def test_explain(http: httpx.AsyncClient, known: Known, governed: str) -> 
     refused(await agent.put(PATH, json={"settings": None}), 403, None)
     answer = await agent.post(f"{governed}/commands", json={"command": "curl x"})
     assert (answer.status_code, answer.json()["rule"]) == (403, "shell(curl:*)")
+
+
+async def test_get_policy_of_the_known_version_has_no_body(http: httpx.AsyncClient) -> None:
+    await http.put(PATH, json={"settings": POLICY})
+    tag = (await http.get(PATH)).headers["etag"]
+    same = await http.get(PATH, headers={"if-none-match": tag})
+    assert (same.status_code, same.content) == (304, b"")
+    await http.put(PATH, json={"settings": None})
+    assert (await http.get(PATH, headers={"if-none-match": tag})).json()["settings"] is None

@@ -13,24 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.support.here_ground import COMMAND, WAIT_S, Screen, ended, here
+from tests.support.here_ground import COMMAND, WAIT_S, Screen, ended, here, sharing
 
-from carrel.cli.here.server import server_for
+from carrel.cli.here.run import context_id
 
 
 @pytest.fixture(scope="module")
 def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A server that all tests here share: this process is one of its users. Afterwards it ends."""
+    """A server that all tests here share."""
     base = tmp_path_factory.mktemp("here")
-    kept = {key: value for key, value in os.environ.items() if not key.startswith(("CARREL_", "XDG_"))}
-    given = {**kept, "CARREL_DATA_DIR": str(base / "data"), "XDG_CONFIG_HOME": str(base / "config"), "TERM": "xterm"}
-    (base / "config/carrel").mkdir(parents=True)
-    (base / "config/carrel/here.toml").write_text('unknown_hosts = "ask"\n')
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CARREL_DATA_DIR", given["CARREL_DATA_DIR"])
-        with server_for(str(base)):
-            yield given
-    ended(base / "data-here")
+    with sharing(base, 'unknown_hosts = "ask"\n', CARREL_APPROVALS_TTL_S="10") as found:
+        yield found
 
 
 @pytest.fixture
@@ -138,12 +131,92 @@ def test_full_screen_program_and_a_question_beside_it(env: dict[str, str], folde
     screen.wait(b"may the program do this?")
     asked = screen.wait(b"[d] deny")
     assert b"unknown.example" in asked
-    screen.type(b"d")
+    screen.type(b"a")  # it may have been typed before the question was seen
+    screen.answer(b"\x1b]11;rgb:aaaa/aaaa/aaaa\x07")  # a terminal sends this when a program asks for its colour
+    screen.type(b"a")
+    screen.answer(b"d")
     screen.wait(b"hello")  # vim draws its screen again
     screen.type(b":wq\r")
     assert screen.end() == 0
     assert (folder / "notes.txt").read_text() == "hello\n"
     assert re.search(rb"files added; .*0 approved, 1 denied", screen.seen), screen.seen
+
+
+CURSES = """
+import curses
+
+def main(screen):
+    curses.raw()
+    curses.mousemask(curses.ALL_MOUSE_EVENTS)
+    told = "ready"
+    while told != "key q":
+        screen.clear()  # else only the characters that differ are drawn
+        screen.addstr(2, 3, f"[{told}]")
+        key = screen.getch()
+        if key == curses.KEY_MOUSE:
+            told = "mouse %d %d" % curses.getmouse()[1:3]
+        elif key == curses.KEY_RESIZE:
+            told = "size %d %d" % screen.getmaxyx()
+        else:
+            told = f"key {curses.keyname(key).decode()}"
+
+curses.wrapper(main)
+"""
+
+
+def test_screen_program_gets_keys_mouse_and_sizes(env: dict[str, str], folder: Path) -> None:
+    screen = Screen([*COMMAND, "--", "python3", "-c", CURSES], env, folder)
+    modes = screen.wait(b"ready")
+    assert b"\x1b[?1049h" in modes and b"\x1b[?1000h" in modes.replace(b"1006;", b"")
+    click = b"\x1b[<0;5;4M" if b"1006" in modes else b"\x1b[M %$"
+    for typed, told in ((b"\x1bOA", b"KEY_UP"), (b"\x03", b"^C"), (b"\xc3", b"M-C"), (click, b"mouse 4 3")):
+        screen.type(typed)
+        screen.wait(told)
+    screen.resize(30, 90)
+    screen.wait(b"size 30 90")
+    screen.type(b"q")
+    assert screen.end() == 0
+    assert b"\x1b[?1049l" in screen.seen and b"\x1b[?1000l" in screen.seen.replace(b"1006;", b"")
+
+
+def test_question_that_nobody_answers_means_no(env: dict[str, str], folder: Path, tmp_path: Path) -> None:
+    program = tmp_path / "notify-send"
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {tmp_path}/notified\n')
+    program.chmod(0o755)
+    desktop = {**env, "DISPLAY": ":0", "PATH": f"{tmp_path}:{env['PATH']}"}
+    ask = ["--", "sh", "-c", "curl -s http://unknown.example/; read line"]
+    screen = Screen([*COMMAND, *ask], desktop, folder)
+    assert b"unknown.example" in screen.wait(b"[d] deny")
+    # At a terminal without questions, a line names the command for another terminal.
+    other = Screen([*COMMAND, "--no-questions", "--name", "other", *ask], env, folder)
+    other.wait(f"other contexts work in this folder now: '{context_id(str(folder), 'sh')}'".encode())
+    other.wait(b"the program waits for an answer: connect unknown.example 80; `")
+    assert b"carrel approve apr-" in other.wait(b"`")
+    assert b"the same agent runs in this folder already" in here(env, folder, "--", "sh", "-c", "true").stderr
+    for each in (screen, other):
+        each.wait(b"it was not decided, or not used, in time")
+        each.type(b"\r")
+        assert each.end() == 0
+    assert b"0 approved, 1 denied" in screen.seen
+    assert (tmp_path / "notified").read_text() == "--app-name=carrel -- carrel here asks connect unknown.example 80\n"
+
+
+@pytest.mark.parametrize("how", ["signal", "terminal"])
+def test_command_that_ends_during_a_question_ends_the_program(env: dict[str, str], folder: Path, how: str) -> None:
+    trap = "trap '' HUP; " if how == "terminal" else ""
+    script = f"{trap}curl -s http://{how}.example/ & while :; do date +%N > beat; sleep 0.02; done"
+    screen = Screen([*COMMAND, "--", "sh", "-c", script], env, folder)
+    screen.wait(b"[d] deny")
+    if how == "signal":
+        os.kill(screen.pid, signal.SIGTERM)
+        assert screen.end() == 128 + signal.SIGTERM
+        assert b"\x1b[?1049l" in screen.seen  # the screen of the shell is shown again
+    else:
+        os.close(screen.fd)
+        os.waitpid(screen.pid, 0)
+    last = (folder / "beat").read_text()
+    time.sleep(0.1)  # longer than the program needs for the next one
+    assert (folder / "beat").read_text() == last
 
 
 def test_killed_command_ends_its_program_and_its_server(env: dict[str, str], folder: Path, tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""`carrel here` as an ordinary user: streams, owners, the kept home, undo and a full-screen program."""
+"""`carrel here` as an ordinary user: streams, owners, the kept home, a full-screen program, many deletions, undo."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -20,9 +21,12 @@ def test_a_folder_of_an_ordinary_user(request: pytest.FixtureRequest) -> None:
     request.addfinalizer(lambda: shutil.rmtree(base))
     base.chmod(0o755)
     folder = base / "project"
-    for path in (folder, base / "home"):
+    for path in (folder, folder / "many", base / "home", base / "home/.config", base / "home/.config/carrel"):
         path.mkdir()
         os.chown(path, USER, USER)
+    for number in range(20):
+        (folder / f"many/{number}").write_text(str(number))
+    (base / "home/.config/carrel/here.toml").write_text("delete_limit = 10\n")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("CARREL_", "XDG_"))}
     env = {
         **kept,
@@ -47,12 +51,19 @@ def test_a_folder_of_an_ordinary_user(request: pytest.FixtureRequest) -> None:
     assert here(env, folder, "--", "cat", "/home/agent/history", command=command).stdout == b"kept\n"
     runs = here(env, folder, "log", "--json", command=carrel)
     assert here(env, folder, "undo", "--yes", _id_of_first_run(runs.stdout), command=carrel).returncode == 0
-    assert sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")) == ["given.txt"]
+    assert sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")) == ["given.txt", "many"]
     assert (folder / "given.txt").read_text() == "given"
 
-    screen.type(b"ihello\x1b:wq\r")
-    assert screen.end() == 0, screen.seen
+    screen.type(b"ihello\x1b:w\r:call system('rm -r many; sleep 90; touch after')\r")
+    assert b"many/" in screen.wait(b"[d] deny")
     assert (folder / "notes.txt").read_text() == "hello\n"
+    screen.answer(b"d")
+    assert screen.end() == 128 + signal.SIGKILL, screen.seen
+    assert not (folder / "after").exists()
+    undone = here(env, folder, "undo", "--yes", command=carrel)
+    assert undone.returncode == 0, undone.stderr
+    assert sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")) == ["given.txt", "many"]
+    assert [(folder / f"many/{number}").read_text() for number in range(20)] == [str(number) for number in range(20)]
     ended(base / "home/data-here")
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.servers import ROOT, as_user, readable
 
 from carrel.client import local_server, locate
-from carrel.client.locate import is_loopback
+from carrel.client.locate import is_loopback, local_servers
 from carrel.errors import CarrelError, InvalidRequest, ServerUnreachable
 
 
@@ -54,6 +55,22 @@ def test_the_local_token_goes_to_the_local_server_only(tmp_path: Path) -> None:
     assert locate("http://127.0.0.1:7171/").token == "carrel_local"
     assert locate("http://127.0.0.1:7172").token is None
     assert "carrel_local" not in repr(locate())
+
+
+def test_the_server_of_here_is_found_beside_the_usual_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual, of_here = tmp_path / "data", tmp_path / "data-here"
+    monkeypatch.setenv("CARREL_DATA_DIR", str(usual))
+    leave(of_here, "http://127.0.0.1:7272")
+    assert locate().url == "http://127.0.0.1:7272"
+    leave(usual)
+    assert (locate().url, len(local_servers())) == ("http://127.0.0.1:7171", 2)
+    with (of_here / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # so the address of the usual one is from a server that was killed
+        assert [each.url for each in local_servers()] == ["http://127.0.0.1:7272"]
+        with (usual / "lock").open("w") as other:
+            fcntl.flock(other, fcntl.LOCK_EX)
+            assert [each.url for each in local_servers()] == ["http://127.0.0.1:7171", "http://127.0.0.1:7272"]
+    assert locate("http://127.0.0.1:7272").token == "carrel_local"
 
 
 def test_the_administrators_token_is_asked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,7 @@ def _runs(folder: Path) -> list[str]:
 def _server(data: Path) -> int:
     """Return the process of the server, 0 if none runs."""
     for pid, command in _processes().items():
-        if "serve" in command and str(data) in command:
+        if "carrel.cli.here.serve" in command and str(data) in command:
             return pid
     return 0
 

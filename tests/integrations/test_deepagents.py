@@ -98,7 +98,7 @@ async def test_a_refusal_is_told_and_a_blocking_call_does_not_wait(ground: Groun
     denied = await backend.aexecute("curl example.org")
     assert denied.exit_code == 126 and "shell(curl:*)" in denied.output
     asked = await asyncio.to_thread(backend.execute, "touch x")
-    assert asked.exit_code == 126 and "A person has to decide" in asked.output
+    assert asked.exit_code == 126 and "A person has to approve this" in asked.output
 
 
 async def test_a_deep_agent_works_waits_and_goes_on(ground: Ground) -> None:

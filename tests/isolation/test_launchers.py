@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from carrel.isolation import launchers, rootfs
+from carrel.isolation import inside, launchers, rootfs
 from carrel.supervisor import environment
 
 
@@ -23,7 +23,7 @@ def test_places_are_those_of_the_root() -> None:
     for name in launchers.TEXTS:
         step = made[f"{launchers.PLACE}/{name}"]
         assert isinstance(step, rootfs.TextFile) and step.mode == 0o755
-    for path in (rootfs.UV, rootfs.PIP, launchers.VENV, rootfs.ENVIRONMENTS):
+    for path in (inside.UV, inside.PIP, launchers.VENV, inside.ENVIRONMENTS):
         assert path == launchers.VENV or path in made
     assert isinstance(made[launchers.MAIN_PLACE], rootfs.TextFile)
     compile(launchers.MAIN, launchers.MAIN_PLACE, "exec")
@@ -31,4 +31,4 @@ def test_places_are_those_of_the_root() -> None:
     assert isinstance(made[shared], rootfs.TextFile)
     compile(launchers.SHARED_PIP, shared, "exec")
     for text in launchers.TEXTS.values():
-        assert rootfs.UV in text or launchers.PLACE in text or launchers.VENV in text
+        assert inside.UV in text or launchers.PLACE in text or launchers.VENV in text

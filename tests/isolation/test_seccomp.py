@@ -25,6 +25,7 @@ from carrel.errors import PlatformError, Unsupported
 from carrel.isolation import seccomp
 from carrel.isolation.seccomp import RET_ALLOW, ArgumentSwitch, Decision, refuse
 from carrel.isolation.syscalls import TABLES
+from carrel.primitives import libc
 
 ARCHES = sorted(TABLES)
 PROGRAMS = {arch: seccomp.build(arch) for arch in ARCHES}
@@ -255,16 +256,38 @@ def test_calls_that_take_from_budgets_of_others(arch: str) -> None:
     assert ask(arch, "setsockopt", 0, socket.IPPROTO_TCP, 26) == RET_ALLOW
 
 
+@each_arch
+@given(mode=st.integers(0, 0o7777), high=st.integers(0, 2**16 - 1))
+def test_modes_with_set_ids_are_refused_in_folders(arch: str, mode: int, high: int) -> None:
+    program = seccomp.build(arch, more=seccomp.without_set_ids())
+
+    def asked(name: str, *args: int) -> int | None:
+        number = TABLES[arch].get(name)
+        return None if number is None else evaluate(program, arch, number, args)
+
+    given_mode, wanted = mode | high << 16, {EPERM if mode & 0o6000 else RET_ALLOW}
+    new, unnamed = os.O_CREAT | os.O_RDWR, os.O_TMPFILE | os.O_RDWR
+    places = {"chmod": 1, "fchmod": 1, "fchmodat": 2, "fchmodat2": 2, "creat": 1, "mknod": 1, "mknodat": 2}
+    answers = [asked(name, *[0] * at, given_mode) for name, at in places.items()]
+    answers += [asked(name, *start, flags, given_mode) for name, start in (("open", [0]), ("openat", [0, 0]))
+                for flags in (new, unnamed)]  # fmt: skip
+    assert {answer for answer in answers if answer is not None} == wanted
+    assert asked("openat", 0, 0, os.O_RDONLY, given_mode) == RET_ALLOW, "the kernel ignores the mode"
+    assert asked("mknodat", 0, 0, stat.S_IFCHR | mode) == EPERM
+    assert asked("openat2", 0, 0, 0, 24) == asked("openat2", 0, 0, 0, 24, mode, high) == ENOSYS
+    assert asked("openat2", 0, 0, 0, 24, *libc.OPEN_BENEATH_WORDS) == RET_ALLOW
+
+
 # --- enforcement ----------------------------------------------------------------------------------------
 
 
 def call(name: str, *args: int | bytes | None) -> int:
     """0 when the call succeeds, else its errno."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    own = ctypes.CDLL(None, use_errno=True)
     values = [ctypes.c_long(arg) if isinstance(arg, int) else ctypes.c_char_p(arg) for arg in args]
     values += [ctypes.c_long(0)] * (6 - len(values))
     ctypes.set_errno(0)
-    return ctypes.get_errno() if libc.syscall(ctypes.c_long(TABLES[MACHINE][name]), *values) == -1 else 0
+    return ctypes.get_errno() if own.syscall(ctypes.c_long(TABLES[MACHINE][name]), *values) == -1 else 0
 
 
 # Arguments that cannot do harm where the filter should fail to stop them.

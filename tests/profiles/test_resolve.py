@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carrel.control.sessions.masks import masks_of
-from carrel.egress.http.credentials import placeholder
 from carrel.egress.outbound.names import read_authority
 from carrel.egress.outbound.rules import EgressRules
+from carrel.egress.plan import placeholder
 from carrel.errors import InvalidRequest, UnknownSetting
 from carrel.policy.documents import documents
 from carrel.policy.documents.settings import Permissions, SettingsDocument

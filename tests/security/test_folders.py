@@ -9,6 +9,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ class Ground:
         self.context = f"folder-{folder.name}"
         self._attacker = attacker
         deny = [f"file(write:${{WORKSPACE}}/{path})" for path in PROTECTED]
-        deny += [f"file(write:/**/.git/{name})" for name in ("hooks", "config")]
+        deny += [f"file(write:/**/.git/{name})" for name in ("hooks", "config", "commondir")]
         allow = [
             "file(write:/workspace/**)",
             "file(delete:/workspace/**)",
@@ -49,6 +50,11 @@ class Ground:
     def end(self) -> None:
         self.box.stop()
 
+    def modes(self) -> dict[str, int]:
+        """The files of the folder that have a set-id bit."""
+        found = {path.relative_to(self.folder).as_posix(): path.lstat().st_mode for path in self.folder.rglob("*")}
+        return {path: mode & 0o7777 for path, mode in found.items() if mode & 0o6000}
+
     def used_by_the_owner(self, marker: Path, below: str = "") -> bool:
         """Whether anything of the agent's ran when the owner worked in the folder, or in one below it."""
         commands = (["git", "status"], ["git", "submodule", "status"], ["git", "commit", "--allow-empty", "-m", "x"])
@@ -62,11 +68,14 @@ class Ground:
 
 @pytest.fixture
 def ground(attacker) -> Iterator[Callable[..., Ground]]:
-    def start(fill: Callable[[Path], object] = lambda folder: None) -> Ground:
+    def start(
+        fill: Callable[[Path], object] = lambda folder: None, then: Callable[[Path], object] = lambda folder: None
+    ) -> Ground:
         folder = attacker.folder()
         fill(folder)
         if ROOT:
             give(folder, USER)
+        then(folder)  # as the owner of the files: a change of the owner clears set-id bits
         return Ground(attacker, folder)
 
     yield start
@@ -173,6 +182,7 @@ def test_what_is_planted_for_later_is_taken_away(ground):
 
     def attack(folder, marker):
         import contextlib
+        import mmap
         import os
         import subprocess
 
@@ -203,6 +213,25 @@ def test_what_is_planted_for_later_is_taken_away(ground):
             copied("link/store")
             os.symlink("store", "link/.git")
 
+        def elsewhere():
+            subprocess.run(["git", "init", "-q", "common"], check=True)
+            copied("common/store")
+            open("common/.git/commondir", "w").write("../store\n")
+
+        def by_mapping():
+            subprocess.run(["git", "init", "-q", "mapped"], check=True)
+            with open("mapped/.git/config", "a") as file:
+                file.write(f"# {'x' * 200} {marker}\n")
+            with open("mapped/.git/config", "r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+                evil = f"[core]\n\tfsmonitor = touch {marker}\n".encode()
+                memory[: len(evil)] = evil
+
+        def by_second_name():
+            subprocess.run(["git", "init", "-q", "linked"], check=True)
+            os.link("linked/.git/config", "linked/other")
+            with open("linked/other", "a") as file:
+                file.write(f"[core]\n\tfsmonitor = touch {marker}\n")
+
         def settings():
             os.makedirs(".github/workflows")
             open(".github/workflows/evil.yml", "w").write("on: push\n")
@@ -211,7 +240,8 @@ def test_what_is_planted_for_later_is_taken_away(ground):
             open(".envrc", "w").write("evil")
 
         repository("/tmp/made")
-        for plant in (lambda: repository("."), lambda: repository("below"), moved, by_file, by_link, settings):
+        plants = (moved, by_file, by_link, elsewhere, by_mapping, by_second_name, settings)
+        for plant in (lambda: repository("."), lambda: repository("below"), *plants):
             with contextlib.suppress(OSError, subprocess.CalledProcessError):  # it is taken away while it is made
                 plant()
 
@@ -219,13 +249,183 @@ def test_what_is_planted_for_later_is_taken_away(ground):
     marker = here.folder / "ran"
     here.run(attack, marker=str(marker))
     here.end()
-    for name in ("", "below", "moved", "file", "link"):
+    for name in ("", "below", "moved", "file", "link", "common", "mapped", "linked"):
         assert not here.used_by_the_owner(marker, name), f"BREACH: the owner's git in {name!r} ran what the agent left"
     left = {path.relative_to(here.folder).as_posix().lower() for path in here.folder.rglob("*")}
-    places = ("", "below/", "moved/")
-    protected = {f"{place}.git/{name}" for place in places for name in ("config", "hooks")}
-    assert not left & {".envrc", ".vscode", ".github/workflows", "file/.git", "link/.git", *protected}
+    protected = {f"{place}.git/{name}" for place in ("", "below/", "moved/") for name in ("config", "hooks")}
+    protected |= {"common/.git/commondir", "mapped/.git/config", "linked/.git/config", "file/.git", "link/.git"}
+    assert not left & {".envrc", ".vscode", ".github/workflows", *protected}
     assert any("held-by-carrel" in name for name in left), "what the agent made is kept, under another name"
+
+
+def test_protected_paths_that_the_owner_replaces(ground):
+    """Write to a protected file while its owner replaces it, which removes the mount that protects it."""
+
+    def attack(folder):
+        import errno
+        import os
+        import time
+
+        def refused(path):
+            try:
+                with open(path, "a"):
+                    return False
+            except OSError as error:
+                return error.errno == errno.EROFS
+
+        paths = [f"{top}/{name}" for top in ("/workspace", folder) for name in (".git/config", ".vscode/tasks.json")]
+        assert all(map(refused, paths))
+        for number in range(3):
+            os.mkdir(f"ready{number}")
+            deadline = time.monotonic() + 20
+            while not (os.path.exists(f"replaced{number}") and all(map(refused, paths))):
+                if time.monotonic() > deadline:
+                    return number, list(map(refused, paths))
+        return None
+
+    def replace(number):
+        deadline = time.monotonic() + 20
+        while not (here.folder / f"ready{number}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        (here.folder / "draft").write_text("[core]\n\tbare = false\n")
+        (here.folder / "settings").mkdir()
+        (here.folder / "settings" / "tasks.json").write_text("{}")
+        if ROOT:
+            give(here.folder / "settings", USER)
+            os.chown(here.folder / "draft", USER, USER)
+        os.rename(here.folder / "draft", here.folder / ".git" / "config")
+        os.rename(here.folder / ".vscode", here.folder / f"old{number}")
+        os.rename(here.folder / "settings", here.folder / ".vscode")
+        (here.folder / f"replaced{number}").touch()
+
+    here = ground(repository)
+    with ThreadPoolExecutor() as threads:
+        done = threads.submit(here.run, attack)
+        for number in range(3):
+            replace(number)
+        assert done.result() is None
+    here.end()
+    assert not list(here.folder.rglob("*held-by-carrel*"))
+
+
+def test_a_new_repository_that_can_run_nothing_stays(ground):
+    """Clone and make repositories, as an agent does in its work, and configure them."""
+
+    def work(folder):
+        import subprocess
+
+        script = """
+        set -e
+        export GIT_CONFIG_GLOBAL=/dev/null
+        git init -q first && cd first && git config user.name a && git config user.email a@example.org
+        echo x > x && git add x && git commit -qm x && cd ..
+        git clone -q first second && cd second && git remote add other https://example.org/x.git
+        git checkout -q -b topic --track origin/HEAD && git status
+        """
+        return subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False).stderr
+
+    here = ground()
+    assert here.run(work) == ""
+    here.end()
+    assert not list(here.folder.rglob("*held-by-carrel*"))
+    config = (here.folder / "second" / ".git" / "config").read_text()
+    assert "https://example.org/x.git" in config and "topic" in config
+
+
+def test_set_id_bits(ground, attacker):
+    """Leave a program with a set-user-ID or set-group-ID bit, which other users of the host would run as the owner."""
+
+    def attack(folder):
+        import contextlib
+        import ctypes
+        import io
+        import mmap
+        import os
+        import platform
+        import stat
+        import struct
+        import subprocess
+        import tarfile
+
+        numbers = {"x86_64": (133, 2), "aarch64": (None, None)}[platform.machine()]
+        libc, here, bits = ctypes.CDLL(None, use_errno=True), -100, (0o4755, 0o2755, 0o6777)
+        names = iter(f"made{number}" for number in range(1000))
+        archive = io.BytesIO()
+        with tarfile.open(fileobj=archive, mode="w") as tar:
+            for mode in bits:
+                entry = tarfile.TarInfo(f"unpacked{mode}")
+                entry.mode = mode
+                tar.addfile(entry)
+
+        def system(number, *args):
+            if number is not None:
+                libc.syscall(*[ctypes.c_long(each) if isinstance(each, int) else each for each in (number, *args)])
+
+        def file():
+            name = next(names)
+            open(name, "w").close()
+            return name
+
+        def by_descriptor(mode):
+            with open(file()) as opened:
+                os.fchmod(opened.fileno(), mode)
+
+        def linked(mode):
+            opened = os.open(".", os.O_TMPFILE | os.O_RDWR, mode)
+            os.link(f"/proc/self/fd/{opened}", next(names), follow_symlinks=True)
+
+        def renamed(mode):
+            name = file()
+            os.rename(name, f"{name}-moved")
+            os.link(f"{name}-moved", name)
+            os.chmod(name, mode)
+
+        def tries(mode):
+            yield lambda: os.chmod(file(), mode)
+            yield lambda: os.chmod(f"{folder}/{file()}", mode)
+            yield lambda: by_descriptor(mode)
+            yield lambda: os.chmod(f"/proc/self/fd/{os.open(file(), os.O_PATH)}", mode)
+            yield lambda: system(452, here, file().encode(), mode, 0)  # fchmodat2
+            yield lambda: os.open(next(names), os.O_CREAT | os.O_WRONLY, mode)
+            yield lambda: os.open(next(names), os.O_CREAT | os.O_EXCL | os.O_RDWR, mode)
+            yield lambda: linked(mode)
+            yield lambda: system(437, here, next(names).encode(), struct.pack("QQQ", os.O_CREAT | 1, mode, 0), 24)
+            yield lambda: system(437, here, next(names).encode(), struct.pack("QQQ", os.O_CREAT | 1, mode, 0), 24, 1, 1)
+            yield lambda: os.mknod(next(names), stat.S_IFREG | mode)
+            yield lambda: system(numbers[0], next(names).encode(), stat.S_IFREG | mode, 0)  # mknod
+            yield lambda: system(numbers[1], next(names).encode(), os.O_CREAT | 1, mode)  # open
+            yield lambda: os.mkdir(next(names), mode)
+            yield lambda: renamed(mode)
+            yield lambda: subprocess.run(["install", "-m", f"{mode:o}", "/bin/true", next(names)], check=False)
+            yield lambda: subprocess.run(["cp", "--preserve=mode", "owners", next(names)], check=False)
+
+        os.umask(0)
+        for mode in bits:
+            for attempt in tries(mode):
+                with contextlib.suppress(OSError):
+                    attempt()
+        subprocess.run(["tar", "-xpf", "-"], input=archive.getvalue(), check=False)
+        subprocess.run(["tar", "-xpf", "-", "-C", folder], input=archive.getvalue(), check=False)
+        # The kernel takes the bits away when a file is written, but not when it is changed by a mapping.
+        with open("owners", "r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+            mapped[:4] = b"evil"
+        made = [os.path.join(top, name) for top, folders, files in os.walk(".") for name in (*folders, *files)]
+        return [path for path in made if os.lstat(path).st_mode & 0o6000 and path not in ("./owners", "./kept")]
+
+    def fill(folder):
+        for name in ("owners", "kept"):
+            (folder / name).write_text("text")
+
+    def bits(folder):
+        for name in ("owners", "kept"):
+            (folder / name).chmod(0o6755)
+
+    here = ground(fill, bits)
+    assert here.run(attack) == [], "BREACH: a set-id file was made"
+    here.end()
+    assert (here.folder / "owners").read_text() == "evil"
+    assert here.modes() == {"kept": 0o6755}
 
 
 @pytest.mark.skipif(not ROOT, reason="mounts file systems")

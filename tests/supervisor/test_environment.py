@@ -55,7 +55,7 @@ def test_trust_is_a_set_of_its_own() -> None:
     added = {name: value for name, value in variables(PORT, trust=True).items() if name not in variables(PORT)}
     assert set(added.values()) == {environment.CERTIFICATES}
     assert {"SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "GIT_SSL_CAINFO", "PIP_CERT"} <= added.keys()
-    assert "NODE_EXTRA_CA_CERTS" in added
+    assert {"NODE_EXTRA_CA_CERTS", "NPM_CONFIG_CAFILE"} <= added.keys()
 
 
 @pytest.mark.parametrize("name", sorted(variables(PORT, trust=True)))

@@ -35,16 +35,6 @@ def claude_code() -> Path:
     return program
 
 
-def put_program(program: Path, data: Path, marker: str) -> None:
-    """Put a large program beside a file of a workspace on this machine, without sending it through the API."""
-    [beside] = [Path(root) / marker for root, _, names in os.walk(data) if marker in names]
-    target = beside.with_name(program.name)
-    try:
-        os.link(program, target)
-    except OSError:
-        shutil.copy(program, target)
-
-
 class ScriptedModel:
     """Answers requests of Claude Code: the next step for each result of a tool, then a last text.
 

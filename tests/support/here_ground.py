@@ -11,8 +11,14 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
+
+from carrel.cli.here.questions import SILENCE_S
+from carrel.cli.here.server import server_for
 
 COMMAND = [sys.executable, "-m", "carrel", "here"]
 WAIT_S = 90.0
@@ -39,6 +45,21 @@ def ended(directory: Path) -> None:
         until(is_free)
 
 
+@contextmanager
+def sharing(base: Path, here_toml: str = "", **settings: str) -> Iterator[dict[str, str]]:
+    """The environment of commands that share one server: this process is one of its users. Afterwards it ends."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("CARREL_", "XDG_"))}
+    own = {"CARREL_DATA_DIR": str(base / "data"), "XDG_CONFIG_HOME": str(base / "config"), **settings}
+    (base / "config/carrel").mkdir(parents=True)
+    (base / "config/carrel/here.toml").write_text(here_toml)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in own.items():
+            patch.setenv(name, value)
+        with server_for(str(base)):
+            yield {**kept, **own, "TERM": "xterm"}
+    ended(base / "data-here")
+
+
 def here(
     env: dict[str, str], folder: Path, *words: str, stdin: bytes = b"", command: list[str] = COMMAND
 ) -> subprocess.CompletedProcess[bytes]:
@@ -63,6 +84,11 @@ class Screen:
         left = memoryview(keys)
         while left:
             left = left[os.write(self.fd, left[:4096]) :]
+
+    def answer(self, key: bytes) -> None:
+        """Answer the question on the screen, which is possible a moment after it was shown."""
+        time.sleep(SILENCE_S + 0.1)
+        self.type(key)
 
     def resize(self, rows: int, columns: int) -> None:
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))

@@ -19,14 +19,13 @@ import httpx
 
 from carrel.egress.access import Access, Address, Target
 from carrel.egress.http.authority import Authority, bundle, make_authority
-from carrel.egress.http.credentials import placeholder
 from carrel.egress.http.inspection import Inspection
 from carrel.egress.http.messages import RequestHead, read_request
 from carrel.egress.http.streams import Body, TlsStream
 from carrel.egress.listener.gateway import Gateway
 from carrel.egress.outbound.connections import Outbound
 from carrel.egress.outbound.upstreams import dial_directly
-from carrel.egress.plan import EgressPlan, Injected
+from carrel.egress.plan import EgressPlan, Injected, placeholder
 from carrel.policy.documents import settings, sources
 from carrel.policy.rules.layers import Layer
 from carrel.policy.verdict import Verdict

@@ -195,6 +195,9 @@ class Served:
 
     def __init__(self, directory: Path, port: int = 0):
         command = [sys.executable, "-m", "carrel", "serve", "--port", str(port), "--data-dir", str(directory)]
+        self.folders = directory.parent / "folders"
+        self.folders.mkdir(exist_ok=True)
+        command += ["--set", f"sandbox.folder_roots={self.folders}"]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
         (directory / "server.json").unlink(missing_ok=True)
         with (directory.parent / "server.log").open("ab") as log:

@@ -8,6 +8,7 @@ import stat
 from typing import Any, BinaryIO
 
 from carrel.primitives import walk
+from carrel.workspaces.volumes.trees import EntryKind, Tree, pack_entries
 
 
 def picture(path: str) -> dict[str, Any]:
@@ -97,3 +98,17 @@ def _step(rng: random.Random, fresh: str, some: str | None, folder: str) -> None
     elif some is not None:
         os.rename(some, fresh)
         os.chmod(folder, rng.choice([0o700, 0o755]))
+
+
+def pack_tree(tree: Tree) -> bytes:
+    """Encode a directory; equal directories give equal bytes."""
+    parts: dict[bytes, tuple[object, ...]] = {}
+    for name, node in tree.entries.items():
+        if node.kind is EntryKind.DIRECTORY:
+            parts[name] = (1, node.tree)
+        elif node.kind is EntryKind.LINK:
+            parts[name] = (2, node.mtime_ns, node.target)
+        else:
+            attributes = sorted((node.xattrs or {}).items())
+            parts[name] = (0, node.mode, node.mtime_ns, node.size, node.extents, attributes, node.group or b"")
+    return pack_entries(tree.mode, tree.mtime_ns, tree.xattrs, parts)

@@ -1,43 +1,27 @@
-"""Builds the application: routes, problem answers, the gate before them, and a complete OpenAPI document."""
+"""Builds the application: routes, problem answers, the gate before them, and a complete OpenAPI document.
+
+The routes that a new sandbox and its first program need are imported at once. The first request for any other route
+imports the rest: a server that runs one program must start quickly.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Iterable
 from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse
-from starlette.routing import BaseRoute, Route, Router
+from starlette.routing import BaseRoute, Match, Route, Router
+from starlette.types import Receive, Scope, Send
 
-from carrel.api import (
-    approvals,
-    attached,
-    audit,
-    checkpoints,
-    code_contexts,
-    commands,
-    contexts,
-    envs,
-    files,
-    filespaces,
-    host,
-    images,
-    mcp_servers,
-    metrics,
-    policies,
-    problems,
-    python,
-    sandboxes,
-    secrets,
-    snapshots,
-    stateless,
-    templates,
-    terminals,
-    tokens,
-    tools,
-)
+from carrel.api import approvals, attached, commands, host, policies, problems, sandboxes, secrets
 from carrel.api.gate import Gate
 from carrel.api.guard import OperationRoute, import_framework
 from carrel.api.page import page
@@ -74,26 +58,59 @@ def create_app(
     )
 
 
-_RESOURCES = (
-    commands, python, sandboxes, files, stateless, code_contexts, mcp_servers, terminals, attached,
-    approvals, audit, checkpoints, contexts, envs, filespaces, host, images, metrics, policies, secrets, snapshots,
-    templates, tokens, tools,
+_FIRST = (commands, sandboxes, attached, approvals, policies, secrets, host)
+_ALL = (
+    "commands", "python", "sandboxes", "files", "stateless", "code_contexts", "mcp_servers", "terminals", "attached",
+    "approvals", "audit", "checkpoints", "contexts", "envs", "filespaces", "host", "images", "metrics", "policies",
+    "secrets", "snapshots", "templates", "tokens", "tools",
 )  # fmt: skip
 """The most frequent first: the framework tries the routes one after the other."""
+_importing = threading.Lock()
+
+
+def resources() -> list[ModuleType]:
+    """Import the modules of all resources. It takes a while: call it in a thread."""
+    with _importing:
+        return [import_module(f"carrel.api.{name}") for name in _ALL]
+
+
+class _OtherRoutes(BaseRoute):
+    """Takes every request that no other route takes: it adds the routes that are not imported yet, and tries again."""
+
+    def __init__(self, router: Router, version: str):
+        self._router = router
+        self._version = version
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return Match.FULL, {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        modules = await asyncio.to_thread(resources)
+        if self in self._router.routes:
+            self._router.routes[:] = [*_routes_of(modules), *self._documents()]
+        await self._router.app(scope, receive, send)
+
+    def _documents(self) -> list[BaseRoute]:
+        @cache
+        def openapi() -> dict[str, Any]:
+            return describe(self._version)
+
+        return [
+            Route("/openapi.json", lambda _request: JSONResponse(openapi())),
+            Route("/docs", lambda _request: HTMLResponse(page(openapi()))),
+        ]
+
+
+def _routes_of(modules: Iterable[ModuleType]) -> list[BaseRoute]:
+    return [route for module in modules for route in module.router.routes]
 
 
 def routes(plane: ControlPlane, version: str) -> Starlette:
     """Build the application behind the gate."""
-    served: list[BaseRoute] = [route for module in _RESOURCES for route in module.router.routes]
-
-    @cache
-    def openapi() -> dict[str, Any]:
-        return describe(version)
-
-    served.append(Route("/openapi.json", lambda _request: JSONResponse(openapi())))
-    served.append(Route("/docs", lambda _request: HTMLResponse(page(openapi()))))
-    app = Starlette(exception_handlers=problems.handlers(served))
-    app.router = Router(served, redirect_slashes=False)
+    router = Router(_routes_of(_FIRST), redirect_slashes=False)
+    router.routes.append(_OtherRoutes(router, version))
+    app = Starlette(exception_handlers=problems.handlers(router.routes))
+    app.router = router
     app.state.plane = plane
     return app
 
@@ -103,7 +120,9 @@ def describe(version: str) -> dict[str, Any]:
     import_framework()
     from fastapi.openapi.utils import get_openapi
 
-    declared = [route for module in _RESOURCES for route in module.router.routes if isinstance(route, OperationRoute)]
+    from carrel.api import mcp_servers, stateless
+
+    declared = [route for route in _routes_of(resources()) if isinstance(route, OperationRoute)]
     document = get_openapi(
         title="carrel", version=version, description=DESCRIPTION, routes=[route.built for route in declared]
     )

@@ -17,10 +17,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from carrel.api.guard import GuardedRouter, permit
 from carrel.api.parts import caller_of, plane_of
 from carrel.api.problems import invalid
-from carrel.api.terminals import TerminalEnded, close_with
+from carrel.api.terminals import TerminalEnded, close_with, serve_command
 from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
-from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning, SandboxLost
+from carrel.errors import CarrelError, InvalidRequest, NotRunning
 from carrel.models import CommandInfo, CommandRequest
 from carrel.models.operations import ATTACH_COMMAND
 
@@ -45,22 +45,10 @@ async def attached(socket: WebSocket) -> None:
     except CarrelError as error:
         await close_with(socket, error)
         return
-    try:
-        await socket.send_text(json.dumps({"started": {"id": info.id}}))
-        async with asyncio.TaskGroup() as group:
-            group.create_task(_output(caller, socket, operations, id, info.id))
-            arrived: asyncio.Queue[bytes] = asyncio.Queue(_MOST_WAITING)
-            group.create_task(_receive(socket, arrived))
-            group.create_task(_feed(caller, operations, id, info, arrived))
-    except* (TerminalEnded, WebSocketDisconnect):
-        pass
-    except* CarrelError as errors:
-        await close_with(socket, errors.exceptions[0])
-    finally:
-        try:
-            await asyncio.shield(operations.delete_command(caller, id, info.id))
-        except (NotFound, NotRunning, SandboxLost):
-            pass  # the sandbox has ended, and the command with it
+    started = socket.send_text(json.dumps({"started": {"id": info.id}}))
+    arrived: asyncio.Queue[bytes] = asyncio.Queue(_MOST_WAITING)
+    inputs = [lambda: _receive(socket, arrived), lambda: _feed(caller, operations, id, info, arrived)]
+    await serve_command(caller, socket, operations, id, info.id, started, inputs, _STREAMS)
 
 
 async def _request(socket: WebSocket) -> CommandRequest:
@@ -74,18 +62,6 @@ async def _request(socket: WebSocket) -> CommandRequest:
         return CommandRequest.model_validate_json(text)
     except ValidationError as error:
         raise invalid(error.errors(include_url=False, include_input=False), CommandRequest) from None
-
-
-async def _output(caller: Caller, socket: WebSocket, operations: Operations, sandbox: str, command: str) -> None:
-    async for chunk in operations.command_output(caller, sandbox, command):
-        if chunk.stream == "end":
-            await socket.send_text(json.dumps({"exit": json.loads(chunk.data)}))
-            await socket.close(1000)
-        elif chunk.stream == "stopped":
-            await socket.send_text(json.dumps({"stopped": True}))
-        elif chunk.data:
-            await socket.send_bytes(_STREAMS[chunk.stream] + chunk.data)
-    raise TerminalEnded
 
 
 async def _receive(socket: WebSocket, arrived: asyncio.Queue[bytes]) -> None:

@@ -56,7 +56,6 @@ Plane = Annotated[ControlPlane, Depends(_plane)]
 Who = Annotated[Caller, Depends(_caller)]
 SandboxId = Annotated[str, Path(alias="id", max_length=128, description="id of a sandbox, or its context id")]
 Context = Annotated[ContextId, Path(alias="context_id", description="a context id")]
-CommandId = Annotated[str, Path(alias="cid", max_length=128, description="id of a command")]
 
 
 @cache

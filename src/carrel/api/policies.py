@@ -13,10 +13,25 @@ from carrel.models.operations import DELETE_POLICY, EXPLAIN_POLICY, GET_POLICY, 
 router = GuardedRouter(tags=["policies"])
 
 
-@router.operation(GET_POLICY, "The policy of a context", PolicyInfo)
+@router.operation(
+    GET_POLICY, "The policy of a context", PolicyInfo, responses={304: {"description": "The version is unchanged"}}
+)
 async def get_policy(request: Request) -> Response:
-    """The documents, with warnings for their author. A context without a policy has version 0."""
-    return as_json(await plane_of(request).policies.get(context_of(request)))
+    """The documents, with warnings for their author. A context without a policy has version 0. With the header
+    `If-None-Match: "VERSION"` there is no body if that is still the version.
+    """
+    context_id, policies = context_of(request), plane_of(request).policies
+    known = request.headers.get("if-none-match")
+    if known is not None and known == _tag(await policies.version(context_id)):
+        return Response(status_code=304, headers={"etag": known})
+    found = await policies.get(context_id)
+    answer = as_json(found)
+    answer.headers["etag"] = _tag(found.version)
+    return answer
+
+
+def _tag(version: int) -> str:
+    return f'"{version}"'
 
 
 @router.operation(PUT_POLICY, "Change the policy of a context", PolicyInfo, 409, 413, parses=PolicyDocuments)

@@ -31,7 +31,7 @@ class HttpServer(uvicorn.Server):
                 date_header=False,
                 proxy_headers=False,
                 ws_max_size=1024 * 1024,
-                # A caller that is suspended (Ctrl-Z) answers no ping. TCP notices a machine that is gone.
+                # A caller that is suspended (Ctrl-Z) answers no ping. `Connections` notices a machine that is gone.
                 ws_ping_timeout=None,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=_GRACE_S,

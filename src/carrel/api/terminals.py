@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.websockets import WebSocket, WebSocketDisconnect
@@ -16,7 +19,7 @@ from carrel.api.parts import caller_of, plane_of, query_of
 from carrel.api.problems import invalid
 from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
-from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning
+from carrel.errors import CarrelError, InvalidRequest, NotFound, NotRunning, SandboxLost
 from carrel.models import MAX_OUTPUT_BYTES, CommandRequest, TerminalSize
 from carrel.models.operations import OPEN_TERMINAL
 
@@ -58,32 +61,49 @@ async def terminal(socket: WebSocket) -> None:
     except ValidationError as error:
         raise invalid(error.errors(include_url=False, include_input=False), CommandRequest) from None
     info = await operations.start_command(caller, id, request)
+    offered = socket.scope.get("subprotocols", [])
+    accepted = socket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
+    inputs = [lambda: _input(caller, socket, operations, id, info.id)]
+    await serve_command(caller, socket, operations, id, info.id, accepted, inputs)
+
+
+async def serve_command(
+    caller: Caller,
+    socket: WebSocket,
+    operations: Operations,
+    sandbox: str,
+    command: str,
+    begin: Coroutine[Any, Any, None],
+    inputs: Sequence[Callable[[], Coroutine[Any, Any, None]]],
+    prefixes: Mapping[str, bytes] = MappingProxyType({}),
+) -> None:
+    """Pass the streams of a command on until the command or the caller has gone, then end the command.
+
+    `begin` comes first. `prefixes` are the first bytes of messages with output, by stream.
+    """
     try:
-        offered = socket.scope.get("subprotocols", [])
-        await socket.accept(SUBPROTOCOL if SUBPROTOCOL in offered else None)
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_output(caller, socket, operations, id, info.id))
-                group.create_task(_input(caller, socket, operations, id, info.id))
-        except* (TerminalEnded, WebSocketDisconnect):
-            pass
-        except* CarrelError as errors:
-            await close_with(socket, errors.exceptions[0])
+        async with asyncio.TaskGroup() as group:
+            await begin
+            for each in inputs:
+                group.create_task(each())
+            async for chunk in operations.command_output(caller, sandbox, command):
+                if chunk.stream == "end":
+                    await socket.send_text(json.dumps({"exit": json.loads(chunk.data)}))
+                    await socket.close(1000)
+                elif chunk.stream == "stopped":
+                    await socket.send_text(json.dumps({"stopped": True}))
+                elif chunk.data:
+                    await socket.send_bytes(prefixes.get(chunk.stream, b"") + chunk.data)
+            raise TerminalEnded
+    except* (TerminalEnded, WebSocketDisconnect):
+        pass
+    except* CarrelError as errors:
+        await close_with(socket, errors.exceptions[0])
     finally:
         try:
-            await asyncio.shield(operations.delete_command(caller, id, info.id))
-        except (NotFound, NotRunning):
-            pass
-
-
-async def _output(caller: Caller, socket: WebSocket, operations: Operations, sandbox: str, command: str) -> None:
-    async for chunk in operations.command_output(caller, sandbox, command):
-        if chunk.stream == "end":
-            await socket.send_text(json.dumps({"exit": json.loads(chunk.data)}))
-            await socket.close(1000)
-        elif chunk.data:
-            await socket.send_bytes(chunk.data)
-    raise TerminalEnded
+            await asyncio.shield(operations.delete_command(caller, sandbox, command))
+        except (NotFound, NotRunning, SandboxLost):
+            pass  # the sandbox has ended, and the command with it
 
 
 async def _input(caller: Caller, socket: WebSocket, operations: Operations, sandbox: str, command: str) -> None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from carrel.cli import options
-from carrel.cli.connecting import connected
+from carrel.cli.connecting import connected_to_each
 from carrel.cli.failures import note, print_error
 from carrel.cli.printing import age, coloured, plain, print_json, print_line, print_table
-from carrel.errors import ServerUnreachable
+from carrel.errors import NotFound, ServerUnreachable
 
 if TYPE_CHECKING:
     from rich.text import Text
 
+    from carrel.client import Client
     from carrel.models import ApprovalBatchResult, ApprovalInfo
 
 Ids = Annotated[
@@ -53,13 +55,13 @@ def approvals(
     """
     if context_.invoked_subcommand is not None:
         return
-    with connected() as client:
+    with connected_to_each() as clients:
         if watch:
-            for info in client.approvals.watch():
+            for info in _watch(clients):
                 if context in {None, info.context_id}:
                     _print_change(info, json)
             raise ServerUnreachable("the server stopped, which ended the watch", hint="watch again when it is back")
-        found = list(client.approvals.list(state=None if every else "pending", context_id=context))
+        found = _list(clients, None if every else "pending", context)
     if json:
         print_json(found)
     elif found:
@@ -79,8 +81,8 @@ def show(
     carrel approvals show apr-1f2e3d4c5b6a7988
     carrel approvals show apr-1f2e3d4c5b6a7988 --json
     """
-    with connected() as client:
-        info = client.approvals.get(name)
+    with connected_to_each() as clients:
+        info = _server_of(clients, name).approvals.get(name)
     if json:
         print_json(info)
         return
@@ -131,27 +133,70 @@ def deny(ids: Ids = None, message: Message = None, json: options.Json = False) -
 def _decide(
     ids: list[str] | None, *, approve: bool, scope: str, rule: str | None, message: str | None, json: bool
 ) -> None:
-    with connected() as client:
-        if not ids:
-            decisions = _ask(client.approvals.list(state="pending"), json=json)
-        else:
-            decisions = {approve: ids}
+    with connected_to_each() as clients:
+        decisions = {approve: ids} if ids else _ask(_list(clients, "pending"), json=json)
         refused = False
         for allowed, names in decisions.items():
-            if allowed:
-                result = client.approvals.decide_many(names, approve=True, scope=scope, rule=rule, message=message)
-            else:  # a denial has neither scope nor rule
-                result = client.approvals.decide_many(names, approve=False, message=message)
-            _print_decisions(result, json)
-            refused = refused or bool(result.refused)
+            known: dict[Client, list[str]] = {}
+            for name in names:
+                known.setdefault(_server_of(clients, name), []).append(name)
+            for client, its in known.items():
+                if allowed:
+                    result = client.approvals.decide_many(its, approve=True, scope=scope, rule=rule, message=message)
+                else:  # a denial has neither scope nor rule
+                    result = client.approvals.decide_many(its, approve=False, message=message)
+                _print_decisions(result, json)
+                refused = refused or bool(result.refused)
     raise typer.Exit(1 if refused else 0)
 
 
-def _ask(pending: Iterator[ApprovalInfo], *, json: bool) -> dict[bool, list[str]]:
+def _list(clients: list[Client], state: str | None, context: str | None = None) -> list[ApprovalInfo]:
+    """Return the approvals at all servers, newest first."""
+    found = [info for client in clients for info in client.approvals.list(state=state, context_id=context)]
+    return sorted(found, key=lambda info: info.created_at, reverse=True)
+
+
+def _server_of(clients: list[Client], name: str) -> Client:
+    """Return the server that has an approval. One that none has is asked for at the first, whose error says so."""
+    for client in clients[1:]:
+        with suppress(NotFound):
+            client.approvals.get(name)
+            return client
+    return clients[0]
+
+
+def _watch(clients: list[Client]) -> Iterator[ApprovalInfo]:
+    """Yield changes at all servers as they happen, until the last of them has stopped."""
+    from queue import SimpleQueue
+    from threading import Thread
+
+    changes: SimpleQueue[ApprovalInfo | Exception | None] = SimpleQueue()
+
+    def watch(client: Client) -> None:
+        try:
+            for info in client.approvals.watch():
+                changes.put(info)
+            changes.put(None)
+        except Exception as error:  # raised below, in the thread that prints it
+            changes.put(error)
+
+    for client in clients:
+        Thread(target=watch, args=(client,), daemon=True).start()
+    left = len(clients)
+    while left:
+        change = changes.get()
+        if change is None:
+            left -= 1
+        elif isinstance(change, Exception):
+            raise change
+        else:
+            yield change
+
+
+def _ask(waiting: list[ApprovalInfo], *, json: bool) -> dict[bool, list[str]]:
     """Ask the person at the terminal about each approval; return the ids to approve and the ids to deny."""
     if json or not sys.stdin.isatty():
         raise typer.BadParameter("give one or more ids; `carrel approvals` lists them", param_hint="ID")
-    waiting = list(pending)
     if not waiting:
         note("no operation waits for approval")
     decisions: dict[bool, list[str]] = {}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from carrel.cli.failures import note
@@ -24,6 +25,19 @@ def connected() -> Iterator[Client]:
 
     with Client(administrator=True) as client:
         yield client
+
+
+@contextmanager
+def connected_to_each() -> Iterator[list[Client]]:
+    """Open a client of every server of this user: the usual one, and that of `carrel here`. A variable names one."""
+    from carrel.client import Client
+    from carrel.client.locate import local_servers
+
+    named = os.environ.get("CARREL_URL") or os.environ.get("CARREL_TOKEN")
+    found = [] if named else local_servers(administrator=True)
+    with ExitStack() as stack:
+        clients = [Client(each.url, each.token) for each in found] or [Client(administrator=True)]
+        yield [stack.enter_context(each) for each in clients]
 
 
 @contextmanager

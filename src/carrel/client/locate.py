@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from carrel.errors import InvalidRequest, ServerUnreachable
+from carrel.primitives.file_lock import is_locked
 
 START_HINT = "start one with `carrel serve`, or set CARREL_URL and CARREL_TOKEN"
 LONGEST_TOKEN = 512
@@ -70,6 +71,17 @@ def local_server(directory: Path | None = None, *, administrator: bool = False) 
     return Address(_checked(url), token, local_agent=token is not None and not administrator)
 
 
+def local_servers(*, administrator: bool = False) -> list[Address]:
+    """Return the servers of this user on this machine: the usual one, and the one of `carrel here`.
+
+    The address that a killed server has left is returned only if no server runs.
+    """
+    directories = (data_dir(), Path(f"{data_dir()}{HERE}"))
+    found = {each: at for each in directories if (at := local_server(each, administrator=administrator))}
+    running = [at for each, at in found.items() if len(found) > 1 and is_locked(str(each / "lock"))]
+    return running or list(found.values())
+
+
 def locate(url: str | None = None, token: str | None = None, *, administrator: bool = False) -> Address:
     """Return the server to use. Raises `ServerUnreachable` when none is named and none has run here.
 
@@ -82,18 +94,15 @@ def locate(url: str | None = None, token: str | None = None, *, administrator: b
         )
     url = url or os.environ.get("CARREL_URL") or None
     token = _usable(token or os.environ.get("CARREL_TOKEN") or "")
-    local = local_server(administrator=administrator) or local_server(
-        Path(f"{data_dir()}{HERE}"), administrator=administrator
-    )
+    local = local_servers(administrator=administrator)
     if url is None:
-        if local is None:
+        if not local:
             raise _none_here(data_dir())
-        return local if token is None else Address(local.url, token)
+        return local[0] if token is None else Address(local[0].url, token)
     url = _checked(url)
     # The local tokens are only for the local server; another server must not receive them.
-    if token is None and local is not None and local.url == url:
-        return local
-    return Address(url, token)
+    same = [each for each in local if token is None and each.url == url]
+    return same[0] if same else Address(url, token)
 
 
 def _none_here(directory: Path) -> ServerUnreachable:
@@ -106,7 +115,10 @@ def _none_here(directory: Path) -> ServerUnreachable:
         )
     except OSError:
         pass
-    return ServerUnreachable(f"no carrel server runs here: there is no address in {directory}", hint=START_HINT)
+    return ServerUnreachable(
+        f"no carrel server runs here, and no `carrel here`: there is no address in {directory} or {directory}{HERE}",
+        hint=START_HINT,
+    )
 
 
 def _local_token(path: Path) -> str | None:

@@ -15,7 +15,7 @@ from carrel.config import ImageSettings, Settings
 from carrel.errors import CarrelError
 from carrel.images.layer_reading import LayerLimits
 from carrel.images.storage import ImageStorage
-from carrel.isolation.rootfs import ENVIRONMENTS
+from carrel.isolation.inside import ENVIRONMENTS
 from carrel.isolation.tools import shared_tools
 from carrel.providers import open_providers
 from carrel.providers.base import Provider

@@ -48,6 +48,7 @@ from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.context_deletion import ContextDeletion
 from carrel.control.sessions.deletion_limits import DeletionLimits
 from carrel.control.sessions.folders import Folders
+from carrel.control.sessions.home_limits import LOOK_EVERY_S, HomeLimits
 from carrel.control.sessions.leases import Leases, LeaseUpkeep
 from carrel.control.sessions.live import LiveSandboxes, SessionNotes
 from carrel.control.sessions.network_mode import NetworkMode, opens_hosts
@@ -182,6 +183,7 @@ class ControlPlane:
         spool = os.path.join(filespaces_dir, "spool")
         files = FilespaceFiles(workspaces, filespace_store, remote, bases, spool, notes, values)
         masks = PolicyMasks(policies)
+        folders = Folders(settings.sandbox.folder_root_paths, layout.data_dir, home_mb=settings.sandbox.home_mb)
         self._protected_folders = ProtectedFolders(os.path.join(layout.data_dir, "protected"), audit, notes)
         self._deletions = DeletionLimits(
             os.path.join(layout.data_dir, "deletions"),
@@ -195,6 +197,7 @@ class ControlPlane:
         holds = EnvironmentHolds(environment_store)
         runs = RunCheckpoints(
             checkpoints,
+            audit,
             enabled=settings.checkpoints.enabled,
             keep_runs=settings.checkpoints.keep_runs,
             max_bytes=settings.checkpoints.max_mb * MB,
@@ -215,7 +218,7 @@ class ControlPlane:
             owner=WorkspaceOwner(),
             limits=PolicyLimits(policies),
             network=NetworkMode(policies, settings.egress, default=settings.sandbox.network),
-            folders=Folders(settings.sandbox.folder_root_paths, layout.data_dir),
+            folders=folders,
             image=self._sandbox_image,
             filespace=files,
             masks=masks,
@@ -316,6 +319,7 @@ class ControlPlane:
                 (images.collect, FORGET_EVERY_S),
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
+                (HomeLimits(sessions, folders).enforce, LOOK_EVERY_S),
             ),
         )  # fmt: skip
         self._upkeep_task: asyncio.Task[None] | None = None

@@ -19,6 +19,11 @@ VERSION = 3
 """The version of the messages. A control plane of another version drains the proxy that it finds and starts its own."""
 
 
+def placeholder(name: str) -> str:
+    """Return the text that a sandbox gets in place of the value of a secret."""
+    return f"carrel-placeholder-{name}"
+
+
 @dataclass(frozen=True, slots=True)
 class Injected:
     """A credential of `sources.json` with its value. `value` is the whole header, `secret` the hidden part."""

@@ -45,6 +45,7 @@ from carrel.errors import (
 from carrel.integrations.langgraph.operation import Act, Attempt, GraphCall, ToolReply, graph_call, refused, run_once
 from carrel.integrations.langgraph.tools import start_and_wait
 from carrel.integrations.langgraph.workspace import Workspace, own_id
+from carrel.integrations.tool_results import ending, joined
 from carrel.models import CommandResult, FileKind
 from carrel.models.files import MOST_LISTED
 
@@ -356,11 +357,9 @@ async def _edited(box: AsyncSandbox, path: str, old: str, new: str, *, replace_a
 
 
 def _joined(result: CommandResult) -> ToolReply:
-    output = result.stdout
-    if result.stderr:
-        output += ("" if not output or output.endswith("\n") else "\n") + result.stderr
+    output = joined(result.stdout, result.stderr) if result.stderr else result.stdout
     if result.timed_out:
-        output += "\n[timed out and killed]"
+        output = joined(output, f"[{ending(result)}]")
     artifact: dict[str, object] = {
         "exit_code": result.exit_code,
         "timed_out": result.timed_out,

@@ -12,25 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 
-from carrel.isolation import linux, rootfs
+from carrel.isolation import inside, linux, rootfs
+from carrel.isolation.inside import UNAVAILABLE
 
-UNAVAILABLE = (
-    "bin",
-    "boot",
-    "dev",
-    "envs",
-    "etc",
-    "lib",
-    "lib32",
-    "lib64",
-    "libx32",
-    "proc",
-    "run",
-    "sbin",
-    "sys",
-    "usr",
-)
-"""First names of paths where nothing can be mounted: a sandbox has its own there."""
 _SIZE, _INODES, _MOST_ENTRIES = "256k", 1024, 256
 _WAY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -54,7 +38,7 @@ def cover(root: str, targets: Sequence[str]) -> list[str]:
     covered = []
     for name in first_names(target for target in map(mount_point, targets) if target.count("/") > 1):
         place = f"{root}/{name}"
-        if name in {"tmp", rootfs.WORKSPACE[1:]} or os.path.islink(place) or not os.path.isdir(place):
+        if name in {"tmp", inside.WORKSPACE[1:]} or os.path.islink(place) or not os.path.isdir(place):
             continue  # a missing one is reported when the target is made
         with os.scandir(place) as found:
             entries = list(islice(found, _MOST_ENTRIES + 1))
@@ -101,10 +85,10 @@ def attach(root: str, own_path: str, mounts: Sequence[tuple[str, int]], covered:
     """
     places = [(mount_point(target), tree) for target, tree in (*mounts, (own_path, -1))]
     for target, tree in sorted(places, key=lambda place: place[0].count("/")):  # outer ones first
-        if target in {"", rootfs.WORKSPACE}:
+        if target in {"", inside.WORKSPACE}:
             continue
         directory = tree < 0 or stat.S_ISDIR(os.fstat(tree).st_mode)
-        with _as_agent() if target.startswith(f"{rootfs.HOME}/") else nullcontext():
+        with _as_agent() if target.startswith(f"{inside.HOME}/") else nullcontext():
             place = _make(root, target, directory=directory)
         try:
             if tree >= 0:
@@ -118,9 +102,9 @@ def attach(root: str, own_path: str, mounts: Sequence[tuple[str, int]], covered:
 
 def show_workspace(own_path: str) -> None:
     """Mount the workspace at its own path too, with every mask that it has. Called in the new root."""
-    if own_path in {"", rootfs.WORKSPACE}:
+    if own_path in {"", inside.WORKSPACE}:
         return
-    tree = linux.open_tree(rootfs.WORKSPACE, recursive=True)
+    tree = linux.open_tree(inside.WORKSPACE, recursive=True)
     try:
         linux.move_mount(tree, mount_point(own_path))
     finally:

@@ -26,6 +26,7 @@ from carrel.isolation import (
     cgroups,
     folder_opener,
     ids,
+    inside,
     linux,
     mask_mounts,
     rootfs,
@@ -93,6 +94,9 @@ class Child:
     lifeline: int = -1
     image_users: tuple[tuple[int, int], int] | None = None
     """A user namespace that was made ahead for an image with this user, and its descriptor."""
+    folder: str = ""
+    namespaces: tuple[int, ...] = ()
+    """Of a sandbox with masks on a folder of the host: its user namespace and its mount namespace."""
     waiting: list[tuple[socket.socket, int]] = field(default_factory=list)
 
     def take_proxy_listener(self, descriptor: int) -> None:
@@ -153,9 +157,16 @@ class Child:
             self.proxy_listener = None
         if self.watched is not None:
             self.watched.close()
-        for descriptor in (self.network_fd, self.lifeline):
+        for descriptor in (self.network_fd, self.lifeline, *self.namespaces):
             _close(descriptor)
         self.network_fd = self.lifeline = -1
+        self.namespaces = ()
+
+    def make_read_only_again(self, paths: Sequence[str]) -> None:
+        """Protect paths again that were replaced on the host. Called in a fork, which enters the sandbox for good."""
+        for descriptor in self.namespaces:
+            linux.enter_namespace(descriptor)
+        mask_mounts.make_read_only_again(paths, self.folder)
 
 
 class SandboxForker:
@@ -167,7 +178,7 @@ class SandboxForker:
         self._isolate = isolate
         self._root = os.geteuid() == 0
         self._count = 0
-        self._program = b""
+        self._program = self._folder_program = b""
         self._prepared: object = None
         self._ids: ids.HostIds | None = None
         self._workspaces = -1
@@ -192,7 +203,9 @@ class SandboxForker:
         if self._isolate:
             linux.raise_limit(resource.RLIMIT_NOFILE)  # each sandbox with an egress socket needs one
             self.cgroups = cgroups.Cgroups.open()
-            self._program = seccomp.build(more={} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS)
+            checks = {} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS
+            self._program = seccomp.build(more=checks)
+            self._folder_program = seccomp.build(more={**checks, **seccomp.without_set_ids()})
             self._ids = ids.HostIds() if self._root else None
             self._opener = zygote_root.enter(
                 workspaces, root=self._root, shared=shared, folder_roots=folder_roots, images=images
@@ -261,6 +274,11 @@ class SandboxForker:
                 self._map_owners(more, child)
                 mount = more.pop(0) if spec.folder else self._volume_mount(spec.workspace, child.pid)
                 fds += [mount, *(each for each in (plan, image) if each >= 0), *more]
+                if spec.folder and spec.masked:
+                    child.folder = spec.folder
+                    child.namespaces = tuple(  # now: an ordinary user cannot open them later
+                        os.open(f"/proc/{child.pid}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in ("user", "mnt")
+                    )
             socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds)
         finally:
             _close(image)
@@ -510,12 +528,13 @@ class SandboxForker:
             if self._isolate:
                 if spec.network == "bridge":
                     sandbox.hand_over_network(orders)
-                sandbox.complete(spec, fds[1:], self._program, root=self._root)
+                program = self._folder_program if spec.folder else self._program
+                sandbox.complete(spec, fds[1:], program, root=self._root)
                 for descriptor in fds[1:]:
                     os.close(descriptor)
                 if spec.watched:
                     sandbox.hand_over_memory(orders, spec)
-                workspace, home = rootfs.WORKSPACE, rootfs.HOME
+                workspace, home = inside.WORKSPACE, inside.HOME
             else:
                 os.setsid()
                 libc.prctl(linux.PR_SET_CHILD_SUBREAPER, 1)
@@ -541,7 +560,7 @@ class SandboxForker:
                 spec.memory_mb,
                 score,
                 writable,
-                sandbox.PROXY_PORT if has_port else None,
+                inside.PROXY_PORT if has_port else None,
                 proxy_listener,
                 spec.trust,
                 spec.folder if self._isolate else "",

@@ -12,14 +12,14 @@ import os
 import stat
 from contextlib import suppress
 
-from carrel.isolation import linux, rootfs
+from carrel.isolation import inside, linux, rootfs
 
 IMAGE, MERGED, CHANGES = "/image", "/merged", "/changes"
 UPPER = "upper"
 """The directory of a writable root's changes, in the volume of the sandbox."""
 _WORK, _FILES = "work", "files"
 TOP, TRUST, BOTTOM = "/layers/top", "/layers/trust", "/layers/bottom"
-CERTIFICATES = f"{rootfs.SECRETS}/carrel-ca.pem"
+CERTIFICATES = f"{inside.SECRETS}/carrel-ca.pem"
 BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",  # Debian, Alpine, Arch
     "/etc/ssl/cert.pem",  # Alpine, OpenSSL's default
@@ -28,8 +28,8 @@ BUNDLES = (
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
 )
 """Where programs of the distributions look for certificates that they trust."""
-_SHARED = ("/dev", "/etc/carrel", rootfs.ENVIRONMENTS, "/proc", rootfs.SECRETS)
-_DIRECTORIES = ("/etc", "/home", rootfs.HOME, "/run", "/sys", "/tmp", "/var", rootfs.WORKSPACE)
+_SHARED = ("/dev", "/etc/carrel", inside.ENVIRONMENTS, "/proc", inside.SECRETS)
+_DIRECTORIES = ("/etc", "/home", inside.HOME, "/run", "/sys", "/tmp", "/var", inside.WORKSPACE)
 
 COMMON = ("etc", "etc/pki", "etc/pki/ca-trust", "etc/ssl", "etc/ssl/certs", "home", "run", "var")
 """Directories that the layers around an image share with it. In a writable root they are as in the image."""

@@ -93,6 +93,10 @@ def unshare(flags: int) -> None:
     libc.call("unshare", flags)
 
 
+def enter_namespace(descriptor: int) -> None:
+    libc.call("setns", descriptor, 0)
+
+
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     data = None if options is None else options.encode()
     fstype = None if kind is None else kind.encode()

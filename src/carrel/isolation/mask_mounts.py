@@ -22,7 +22,8 @@ from itertools import islice
 from typing import TypeVar
 
 from carrel.errors import PlatformError
-from carrel.isolation import linux, refusing_program, rootfs
+from carrel.isolation import inside, linux, refusing_program, rootfs
+from carrel.isolation.folder_mounts import mount_point
 from carrel.isolation.masks import LONGEST_PATH, Masks, Part, in_memory, split, unpack
 from carrel.isolation.programs import ProgramCatalogue, Stamps, is_unchanged
 from carrel.primitives.leftovers import remove_leftover
@@ -31,7 +32,7 @@ MOST_COVERS = 4096
 LARGEST_WALK = 1_000_000
 MOST_MADE, MOST_PLANS = 4 * MOST_COVERS, 64
 _SIZE = "size=256m,nr_inodes=32768,mode=0755"
-_NEEDED = ("/dev", "/proc", rootfs.SECRETS, "/sys", "/tmp", rootfs.HOME)
+_NEEDED = ("/dev", "/proc", inside.SECRETS, "/sys", "/tmp", inside.HOME)
 _FILE, _DIRECTORY = "file", "directory"
 _ALL = 4096  # names: more than a path has
 Found = TypeVar("Found")
@@ -261,21 +262,21 @@ def _needed(parts: tuple[Part, ...]) -> int:
     """Return how many directory names above a match a pattern depends on: all, unless it begins with `**`."""
     first = parts.index(None) if None in parts else len(parts)
     rest = parts[first + 1 : -1] if parts[-1] is None else parts[first + 1 :]
-    in_workspace = first <= rootfs.WORKSPACE.count("/")
+    in_workspace = first <= inside.WORKSPACE.count("/")
     return len(rest) - 1 if in_workspace and rest and None not in rest else _ALL
 
 
 def _above(path: str, count: int = _ALL) -> Iterator[str]:
     """Yield the first `count` directories of the workspace above a path, the nearest first."""
-    while count > 0 and (path := os.path.dirname(path)).startswith(f"{rootfs.WORKSPACE}/"):
+    while count > 0 and (path := os.path.dirname(path)).startswith(f"{inside.WORKSPACE}/"):
         yield path
         count -= 1
 
 
 def _link_above(path: str, *, files: bool = False) -> str | None:
     """Return the first link on the way to a path of the workspace, with `files` also the first file; or None."""
-    if path.startswith(f"{rootfs.WORKSPACE}/"):
-        above = rootfs.WORKSPACE
+    if path.startswith(f"{inside.WORKSPACE}/"):
+        above = inside.WORKSPACE
         for name in path.removeprefix(above).split("/")[1:-1]:
             above += f"/{name}"
             if os.path.islink(above) or (files and os.path.isfile(above)):
@@ -287,7 +288,7 @@ def _maskable(path: str) -> Iterator[str]:
     """Yield a path, or its entries where the path itself must stay accessible."""
     if path in _NEEDED or not os.path.lexists(path):
         return
-    if not any(place.startswith(f"{path.rstrip('/')}/") for place in (*_NEEDED, f"{rootfs.WORKSPACE}/")):
+    if not any(place.startswith(f"{path.rstrip('/')}/") for place in (*_NEEDED, f"{inside.WORKSPACE}/")):
         yield path
         return
     for name in os.listdir(path):
@@ -387,9 +388,9 @@ def _open_places(places: Sequence[str]) -> list[tuple[int, str]]:
 def _narrow(places: list[tuple[int, str]]) -> None:
     for tree, _ in places:
         remove_leftover(tree)
-    if any(place == rootfs.WORKSPACE for _, place in places):
+    if any(place == inside.WORKSPACE for _, place in places):
         return
-    workspace = os.open(rootfs.WORKSPACE, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    workspace = os.open(inside.WORKSPACE, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         remove_leftover(workspace)
         linux.set_mount_attributes(workspace, linux.MOUNT_ATTR_RDONLY)
@@ -424,41 +425,62 @@ def _pin(paths: dict[str, bool], covers: int) -> None:
     """Make paths of the workspace busy, below a second mount of it that hides these mounts."""
     if not paths:
         return
-    seen = linux.open_tree(rootfs.WORKSPACE)
+    seen = linux.open_tree(inside.WORKSPACE)
     try:
         for path in sorted(paths, reverse=True):  # entries come before their directory
             _attach(covers, _DIRECTORY if paths[path] else _FILE, path)
-        linux.move_mount(seen, rootfs.WORKSPACE)
+        linux.move_mount(seen, inside.WORKSPACE)
     finally:
         os.close(seen)
 
 
-def _make_read_only(path: str) -> None:
+def make_read_only_again(paths: Sequence[str], own_path: str) -> None:
+    """Mount protected paths of a folder read-only that were replaced on the host: the kernel removes a mount from a
+    name that is replaced in another mount namespace. Called in the namespaces of a sandbox that runs.
+    """
+    for top in dict.fromkeys((inside.WORKSPACE, mount_point(own_path))):
+        for path in paths:
+            _make_read_only(f"{top}/{path}", top)
+
+
+def _make_read_only(path: str, top: str = inside.WORKSPACE) -> None:
     try:
-        tree = _open_place(path, make=False)
+        here = _open_path(path, top)
     except (FileNotFoundError, NotADirectoryError):
         return
-    if tree is not None:
-        try:
-            linux.set_mount_attributes(tree, linux.MOUNT_ATTR_RDONLY)
-            linux.move_mount(tree, path)
-        finally:
-            os.close(tree)
+    try:
+        if not stat.S_ISLNK(os.fstat(here).st_mode) and not os.fstatvfs(here).f_flag & os.ST_RDONLY:
+            tree = linux.open_tree("", dir_fd=here)
+            try:
+                linux.set_mount_attributes(tree, linux.MOUNT_ATTR_RDONLY)
+                linux.move_mount(tree, here)
+            finally:
+                os.close(tree)
+    finally:
+        os.close(here)
 
 
 def _open_place(place: str, *, make: bool) -> int | None:
-    """Return a detached mount of a path, or None if it is a link. Links are not followed: they could lead anywhere."""
-    here = os.open(rootfs.WORKSPACE, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    """Return a detached mount of a path of the workspace, or None if it is a link."""
+    here = _open_path(place, inside.WORKSPACE, make=make)
     try:
-        for name in place.removeprefix(rootfs.WORKSPACE).split("/")[1:]:
+        return None if stat.S_ISLNK(os.fstat(here).st_mode) else linux.open_tree("", dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def _open_path(path: str, top: str, *, make: bool = False) -> int:
+    """Open a path below a directory. Links are not followed: they could lead anywhere."""
+    here = os.open(top, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name in path.removeprefix(top).split("/")[1:]:
             below = _step(here, name, make=make)
             os.close(here)
             here = below
-        if stat.S_ISLNK(os.fstat(here).st_mode):
-            return None
-        return linux.open_tree("", dir_fd=here)
-    finally:
+    except BaseException:
         os.close(here)
+        raise
+    return here
 
 
 def _step(directory: int, name: str, *, make: bool) -> int:

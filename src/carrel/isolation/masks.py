@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import takewhile
 
 from carrel.errors import InvalidRequest, TooLarge, Unsupported
-from carrel.isolation import rootfs
+from carrel.isolation import inside
 
 MOST = 2000
 LARGEST_REFUSAL = 4096
@@ -24,8 +24,8 @@ LONGEST_PATH = 4095
 """The longest path that the kernel accepts in one call, in bytes."""
 _LONGEST_NAME = 255
 
-_EMPTY = ("/dev/shm", rootfs.SECRETS, "/tmp", rootfs.HOME)
-_THE_AGENTS_OWN = (*_EMPTY, "/dev", "/proc", rootfs.WORKSPACE)
+_EMPTY = ("/dev/shm", inside.SECRETS, "/tmp", inside.HOME)
+_THE_AGENTS_OWN = (*_EMPTY, "/dev", "/proc", inside.WORKSPACE)
 _SPECIAL, _CHARACTER = re.compile(r"[*?\\]"), re.compile(r"\\(.)|(.)", re.DOTALL)
 _FLEETING = ("self", "thread-self", "net", "mounts")
 
@@ -72,7 +72,7 @@ def check(masks: Masks) -> None:
             raise Unsupported(f"{pattern} cannot be hidden: {reason}", field="masks.hidden")
     for place in masks.writable or ():
         _absolute(place, "masks.writable")
-        if not _within(place, rootfs.WORKSPACE):
+        if not _within(place, inside.WORKSPACE):
             raise InvalidRequest(f"{place} is not in the workspace", field="masks.writable")
         if "*" in (path := place.removesuffix("/**")) or "?" in path:
             raise Unsupported(
@@ -82,7 +82,7 @@ def check(masks: Masks) -> None:
             )
     for pattern in masks.readonly:
         _absolute(pattern, "masks.readonly")
-        if not pattern.startswith(f"{rootfs.WORKSPACE}/") or pattern == f"{rootfs.WORKSPACE}/**":
+        if not pattern.startswith(f"{inside.WORKSPACE}/") or pattern == f"{inside.WORKSPACE}/**":
             raise InvalidRequest(f"{pattern} is not in the workspace", field="masks.readonly")
     for program, text in masks.refusal.items():
         if program not in masks.programs:

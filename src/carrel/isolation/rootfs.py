@@ -14,17 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from carrel.isolation import launchers, linux
+from carrel.isolation.inside import ENVIRONMENTS, HOME, PIP, SECRETS, UV, WORKSPACE
 
 SANDBOX_UID = 1000
-WORKSPACE = "/workspace"
-HOME = "/home/agent"
-SECRETS = "/run/secrets"
 NODE_PRELOAD = "/etc/carrel/node.cjs"
 PYTHON = "/etc/carrel"
-ENVIRONMENTS = "/envs"
-UV = "/etc/carrel/tools/uv"
-PIP = "/etc/carrel/python/pip"
-"""Paths of what the server shares with every sandbox: environments and package tools."""
 BASE_SIZE = "64m"
 LARGEST_COPY = 8 * 1024 * 1024
 _SECRET = re.compile(rb"-----BEGIN [A-Z0-9 ]{0,40}PRIVATE KEY|://[^/\s:@]{1,200}:[^/\s:@]{1,200}@")

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from carrel.isolation import budgets, folder_mounts, image_root, landlock, linux, mask_mounts, rootfs, seccomp
+from carrel.isolation import budgets, folder_mounts, image_root, inside, landlock, linux, mask_mounts, rootfs, seccomp
+from carrel.isolation.inside import MOST_DESCRIPTORS, PROXY_PORT
 from carrel.primitives import libc
 from carrel.primitives.kernel_files import write
 
@@ -23,9 +24,7 @@ BASE = "/base"
 COVERS = "/covers"
 OPEN_FILES = 8192
 MAX_MESSAGE = 256 * 1024
-MOST_DESCRIPTORS = 64
 MOST_FOLDERS = 64
-PROXY_PORT = 3128
 PROXY_BACKLOG = 4096
 PROXY_LISTENER = b"proxy listener"
 NETWORK = b"network"
@@ -166,7 +165,7 @@ def hand_over_network(orders: socket.socket) -> None:
 
 def hand_over_memory(orders: socket.socket, spec: Spec) -> None:
     """Send the zygote descriptors for measuring the memory that this sandbox uses outside of its processes."""
-    paths = ("/tmp", "/dev/shm") if rootfs.HOME in spec.mounts else (rootfs.HOME, "/tmp", "/dev/shm")
+    paths = ("/tmp", "/dev/shm") if inside.HOME in spec.mounts else (inside.HOME, "/tmp", "/dev/shm")
     fds = [os.open("/proc/sysvipc/shm", os.O_RDONLY | os.O_CLOEXEC)]
     fds += [os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) for path in paths]
     try:
@@ -191,7 +190,7 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
         workspace_fd = image_root.keep_changes(workspace_fd, owner if root else None)
     place = BASE if image is None else image_root.mount(more.pop(0), BASE, trust=spec.trust, writable=writable)
     covered = folder_mounts.cover(place, [spec.folder, *spec.mounts])
-    plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=rootfs.HOME in spec.mounts)
+    plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=inside.HOME in spec.mounts)
     rootfs.apply_plan(plan, place, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
     if spec.folder:
         folder_mounts.attach(place, spec.folder, list(zip(spec.mounts, more, strict=True)), covered)
@@ -213,7 +212,7 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
     libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
         # With the secrets: a rule applies to a directory through all its mounts, and the agent's mount is read-only.
-        landlock.restrict(read=["/"], write=["/"] if writable else (*rootfs.WRITABLE, rootfs.SECRETS))
+        landlock.restrict(read=["/"], write=["/"] if writable else (*rootfs.WRITABLE, inside.SECRETS))
     seccomp.install(program)
     if image is not None and image.working_directory and not os.path.isdir(image.working_directory):
         raise OSError(f"the image's working directory {image.working_directory[:200]} is not a directory in it")

@@ -203,6 +203,38 @@ FIXED_BUFFERS: Mapping[str, ArgumentSwitch] = {
     ),
 }
 
+# In a sandbox that works on a folder of the host nobody makes a set-user-ID or set-group-ID file. It would belong to
+# the owner of the folder, and another user of the host could run it with the owner's rights. The kernel itself ignores
+# these bits in mkdir. chmod is refused for directories as well, because the filter does not see what a path names.
+_SET_IDS = stat.S_ISUID | stat.S_ISGID
+_CREATES = os.O_CREAT | (os.O_TMPFILE & ~os.O_DIRECTORY)
+
+
+def _plain_mode(argument: int) -> ArgumentSwitch:
+    return _only(argument, (0,), RET_ALLOW, _EPERM, _SET_IDS)
+
+
+def without_set_ids() -> dict[str, ArgumentSwitch]:
+    """Return the checks for such a sandbox.
+
+    openat2 has its mode behind a pointer, which a filter cannot follow. It exists only for this process and its forks,
+    whose calls have two secret words in arguments that the kernel ignores; programs fall back to openat.
+    """
+    first, second = libc.OPEN_BENEATH_WORDS
+    return {
+        "chmod": _plain_mode(1),
+        "fchmod": _plain_mode(1),
+        "fchmodat": _plain_mode(2),
+        "fchmodat2": _plain_mode(2),
+        "creat": _plain_mode(1),
+        "open": _only(1, (0,), RET_ALLOW, _plain_mode(2), _CREATES),
+        "openat": _only(2, (0,), RET_ALLOW, _plain_mode(3), _CREATES),
+        "openat2": _only(4, (first,), _only(5, (second,), RET_ALLOW, _ENOSYS), _ENOSYS),
+        "mknod": _only(1, _FILE_TYPES, _plain_mode(1), _EPERM, stat.S_IFMT(0xFFFF)),
+        "mknodat": _only(2, _FILE_TYPES, _plain_mode(2), _EPERM, stat.S_IFMT(0xFFFF)),
+    }
+
+
 # A tracer that skips a call sets its number to -1: nothing runs, and refusing would overwrite its answer.
 _SKIPPED_BY_TRACER = 0xFFFFFFFF
 
@@ -302,7 +334,7 @@ def _ranges(table: Mapping[str, int], more: Mapping[str, ArgumentSwitch]) -> lis
 def build(arch: str | None = None, more: Mapping[str, ArgumentSwitch] = MappingProxyType({})) -> bytes:
     """Return the filter program (an array of struct sock_filter) for an architecture, by default this machine's.
 
-    `more` are checks that replace the usual ones, such as `FIXED_BUFFERS`.
+    `more` are checks that replace the usual ones, such as `FIXED_BUFFERS` or `without_set_ids()`.
     """
     arch = arch or os.uname().machine
     table = TABLES.get(arch)

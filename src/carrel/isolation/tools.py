@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shutil
 
-from carrel.isolation.rootfs import PIP, UV
+from carrel.isolation.inside import PIP, UV
 
 
 def shared_tools() -> dict[str, str]:

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from carrel.errors import CarrelError, PlatformError
-from carrel.isolation import cgroups, linux, sandbox, watchdog
+from carrel.isolation import cgroups, inside, linux, sandbox, watchdog
 from carrel.isolation.forker import Child, SandboxForker, SupervisorModule, kill
 from carrel.primitives import libc
 
@@ -221,7 +221,7 @@ class Zygote:
     def _request(self, connection: socket.socket) -> None:
         fds: list[int] = []
         try:
-            message, fds, _flags, _address = socket.recv_fds(connection, MAX_MESSAGE, sandbox.MOST_DESCRIPTORS)
+            message, fds, _flags, _address = socket.recv_fds(connection, MAX_MESSAGE, inside.MOST_DESCRIPTORS)
         except OSError:
             message = b""
         if not message:
@@ -255,6 +255,8 @@ class Zygote:
                 self._answer(connection, seq, known=named is not None, **usage)
             elif op == "held":
                 self._look_for_held(connection, seq, self._named.get(body["id"]))
+            elif op == "protect":
+                self._protect(connection, seq, self._named.get(body["id"]), body["paths"])
             elif op == "way_out":
                 named = self._named.get(body["id"])
                 proxy_listener = named.proxy_listener if named else None
@@ -390,6 +392,20 @@ class Zygote:
             finally:
                 os._exit(0)
 
+    def _protect(self, connection: socket.socket, seq: int, child: Child | None, paths: Sequence[str]) -> None:
+        """Answer in a fork, which enters the namespaces of the sandbox."""
+        if child is None or not child.namespaces:
+            self._answer(connection, seq, known=False)
+        elif os.fork() == 0:
+            try:
+                libc.prctl(linux.PR_SET_PDEATHSIG, signal.SIGKILL)  # it has copies of every socket
+                child.make_read_only_again(paths)
+                connection.send(json.dumps({"seq": seq, "known": True}).encode())
+            except OSError as error:
+                connection.send(json.dumps({"seq": seq, "error": str(error)}).encode())
+            finally:
+                os._exit(0)
+
     def _reap(self) -> None:
         while True:
             try:
@@ -445,6 +461,7 @@ def main(arguments: list[str] | None = None) -> None:
     # asyncio imports TLS if it can; no sandbox needs it, and it would cost every fork memory.
     sys.modules["ssl"] = cast(Any, None)
     supervisor = cast(SupervisorModule, importlib.import_module(options.supervisor))
+    sys.dont_write_bytecode = True  # its sandboxes must not
     listener = socket.socket(fileno=options.listen_fd)
     zygote = Zygote(listener, supervisor, isolate=not options.plain)
     try:

@@ -1,4 +1,4 @@
-"""Notifications of the kernel about names that appear in directories, and about names that go."""
+"""Notifications of the kernel about names that appear in directories, names that go, and files that change."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ from carrel.primitives import libc
 
 _EVENT = struct.Struct("=iIII")
 _READ = 64 * 1024
+_MODIFY, _ATTRIBUTES = 0x2, 0x4
 _MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x40, 0x80, 0x100, 0x200
 _OVERFLOW, _IGNORED = 0x4000, 0x8000
 _ONLY_DIRECTORIES, _IS_DIRECTORY = 0x01000000, 0x40000000
 
 
+EventKind = Literal["appeared", "gone", "changed", "lost", "ended"]
+
+
 @dataclass(frozen=True, slots=True)
 class NameEvent:
-    """A name that appeared in a watched directory, or is gone from it.
+    """A name that appeared in a watched directory, or is gone from it; or a watched file that `changed`, which has no
+    name here.
 
-    `lost`: events were lost. `ended`: the directory is gone, and its watch with it.
+    `lost`: events were lost. `ended`: the directory or the file is gone, and its watch with it.
     """
 
-    kind: Literal["appeared", "gone", "lost", "ended"]
+    kind: EventKind
     watch: int
     name: bytes
     directory: bool
@@ -46,6 +51,10 @@ class Inotify:
         """
         return libc.inotify_add_watch(self.fd, f"/proc/self/fd/{directory}".encode(), self._wanted)
 
+    def watch_file(self, file: int) -> int:
+        """Watch an open file for changes by whatever name it has; those through a mapping are not seen."""
+        return libc.inotify_add_watch(self.fd, f"/proc/self/fd/{file}".encode(), _MODIFY | _ATTRIBUTES)
+
     def read(self) -> list[NameEvent]:
         """Return what has happened since the last call, at most some thousand names."""
         try:
@@ -61,10 +70,11 @@ class Inotify:
             watch, mask, move, size = _EVENT.unpack_from(data, at)
             name = data[at + _EVENT.size : at + _EVENT.size + size].rstrip(b"\0")
             at += _EVENT.size + size
-            kind: Literal["appeared", "gone", "lost", "ended"]
-            kind = "appeared" if mask & (_CREATE | _MOVED_TO) else "gone"
+            kind: EventKind = "appeared" if mask & (_CREATE | _MOVED_TO) else "gone"
             if mask & (_OVERFLOW | _IGNORED):
                 kind = "lost" if mask & _OVERFLOW else "ended"
+            elif mask & (_MODIFY | _ATTRIBUTES):
+                kind = "changed"
             elif not name:
                 continue
             found.append(NameEvent(kind, watch, name, bool(mask & _IS_DIRECTORY), move))

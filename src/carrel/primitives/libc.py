@@ -32,6 +32,10 @@ _DIRTY, _IN_WRITEBACK = 1, 2
 _WHOLE_FILE = (ctypes.c_uint64 * 2)(0, 0)
 _RANGE_WAIT_BEFORE, _RANGE_WRITE, _RANGE_WAIT_AFTER = 1, 2, 4
 _ATTEMPTS = 500
+OPEN_BENEATH_WORDS = struct.unpack("=II", os.urandom(8))
+"""Two words in arguments of openat2 that the kernel ignores. By them a system call filter tells the calls of
+`open_beneath`, in this process and its forks, from those of programs that the process executes.
+"""
 
 
 class _OpenHow(ctypes.Structure):
@@ -81,9 +85,10 @@ def _open_resolved(directory: int, path: bytes, flags: int, resolve: int) -> int
     how = _OpenHow(flags | os.O_CLOEXEC, 0, resolve | RESOLVE_NO_MAGICLINKS)
     size = ctypes.c_size_t(ctypes.sizeof(how))
     name = ctypes.c_char_p(path)
+    words = [ctypes.c_long(word) for word in OPEN_BENEATH_WORDS]
     for attempt in range(_ATTEMPTS):
         try:
-            return _call(_OPENAT2, ctypes.c_int(directory), name, ctypes.byref(how), size)
+            return _call(_OPENAT2, ctypes.c_int(directory), name, ctypes.byref(how), size, *words)
         except OSError as error:
             if error.errno not in {errno.EAGAIN, errno.EINTR} or attempt == _ATTEMPTS - 1:
                 raise

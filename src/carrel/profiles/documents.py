@@ -173,6 +173,9 @@ class UserConfig(DocumentPart):
         strict=False,
         description="package registries to connect to; their TLS is decrypted, and publishing asks",
     )
+    credentials: tuple[AgentKey, ...] = Field(
+        default=(), strict=False, description="more keys that are put into requests, for example that of a registry"
+    )
     delete_limit: DeleteLimit | None = Field(
         default=None, description="files that a run may delete before a person is asked; without the key, 200"
     )

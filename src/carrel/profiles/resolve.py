@@ -128,10 +128,11 @@ def resolve(
     env = {**profile.env, **chosen.env}
     secrets: dict[str, str] = {}
     credentials: list[dict[str, object]] = []
-    for key in profile.credentials:
+    for key in (*profile.credentials, *chosen.credentials):
         _add_key(key, environ, hosts, credentials, env, secrets, notes)
-    if profile.credentials and not secrets:
-        names = ", ".join(dict.fromkeys(each.variable for each in profile.credentials))
+    variables = dict.fromkeys(each.variable for each in profile.credentials)
+    if variables and not variables.keys() & secrets.keys():
+        names = ", ".join(variables)
         notes.append(f"no key was found in {names}; the agent has to log in, or does without")
     remotes = [] if chosen.git_credentials is False or tightened.git_credentials is False else [*project.remotes]
     if tightened.only_hosts is not None:

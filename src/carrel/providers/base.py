@@ -7,7 +7,7 @@ ignored. A handle is a plain JSON value, so a restarted control plane finds its 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -171,6 +171,13 @@ class Provider(ABC):
         any time, also after a restart of the control plane: connections wait while nobody accepts them.
         """
         return None
+
+    async def protect(self, handle: Handle, paths: Sequence[str]) -> None:
+        """Make read-only paths of a folder read-only again, given relative to it, which were replaced on the host.
+
+        Raises `PlatformError` if it cannot be done.
+        """
+        raise Unsupported(f"provider '{self.name}' cannot protect paths", hint="choose another provider")
 
     async def pause(self, handle: Handle) -> bool:
         """Stop every process of the sandbox but its supervisor; return whether all are stopped."""

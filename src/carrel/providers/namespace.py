@@ -9,7 +9,7 @@ from typing import Any
 
 from carrel.errors import PlatformError
 from carrel.isolation import probe
-from carrel.isolation.rootfs import ENVIRONMENTS
+from carrel.isolation.inside import ENVIRONMENTS
 from carrel.models import Network
 from carrel.primitives.channel import close_all
 from carrel.providers.base import Capability, Handle, Launch
@@ -18,6 +18,8 @@ from carrel.providers.zygote_provider import ZygoteProvider
 from carrel.providers.zygotes import ZygoteClient
 
 MAX_RESOLVER = 16 * 1024
+PATHS_IN_A_REQUEST = 40
+"""A message to the zygote holds 256 KiB, a path has at most 4 KiB."""
 
 
 class NamespaceProvider(ZygoteProvider):
@@ -116,6 +118,13 @@ class NamespaceProvider(ZygoteProvider):
 
     async def held_bytes(self, handle: Handle) -> int:
         return int((await self._zygote.known("held", id=handle["id"])).get("bytes", 0))
+
+    async def protect(self, handle: Handle, paths: Sequence[str]) -> None:
+        for start in range(0, len(paths), PATHS_IN_A_REQUEST):
+            some = list(paths[start : start + PATHS_IN_A_REQUEST])
+            answer = await self._zygote.known("protect", id=handle["id"], paths=some)
+            if not answer.get("known"):
+                raise PlatformError("protected paths that were replaced cannot be made read-only again")
 
     async def memory_bytes(self, handle: Handle) -> int | None:
         used = (await self._zygote.known("usage", id=handle["id"])).get("memory_bytes")

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError, ProviderUnavailable
-from carrel.isolation.sandbox import MOST_DESCRIPTORS
+from carrel.isolation.inside import MOST_DESCRIPTORS
 from carrel.primitives.channel import Channel, ChannelClosed, close_all, connect, start, wait_for_end
 from carrel.primitives.tasks import readable
 from carrel.primitives.trees import Identity
@@ -166,9 +166,9 @@ class ZygoteClient:
             arguments += ["--folder-root", root]
         if self._images:
             arguments += ["--images", self._images]
-        passed_on = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
+        passed_on = ("PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "LD_LIBRARY_PATH")
         environment = {name: os.environ[name] for name in passed_on if name in os.environ}
-        environment |= {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "1"}
+        environment |= {"LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "1"}
         with suppress(FileNotFoundError):
             os.unlink(self._log)
         self._process, connection = start(

@@ -30,6 +30,7 @@ _TRUSTING = (
     "GIT_SSL_CAINFO",
     "PIP_CERT",
     "NODE_EXTRA_CA_CERTS",
+    "NPM_CONFIG_CAFILE",  # an npmrc of the host may name another file, and then npm ignores the one for Node
     "AWS_CA_BUNDLE",
     "CARGO_HTTP_CAINFO",
     "DENO_CERT",

@@ -158,12 +158,11 @@ class Files:
         root = self._own if self._own is not None and self._own.holds(path) else self.root
         return root.open(root.relative(path, field), os.O_PATH | os.O_DIRECTORY, field)
 
-    def write_bytes(self, path: str, data: bytes, mode: int | None = None, field: str = "path") -> Stamp:
+    def write_bytes(self, path: str, data: bytes) -> Stamp:
         """Write a small file atomically, creating the directories above it. Returns its stamp for `produced_since`."""
-        relative = self._file_path(path, field)
         with (
-            self.root.target(relative, field, parents=True) as place,
-            self._draft(place, mode, exclusive=False) as draft,
+            self.root.target(self._file_path(path), parents=True) as place,
+            self._draft(place, None, exclusive=False) as draft,
         ):
             draft.write(data)
             return _stamp(draft.publish(exclusive=False).status)
@@ -179,19 +178,16 @@ class Files:
         finally:
             os.close(handle)
 
-    def produced_since(
-        self, time_ns: int, directory: str = ".", limit: int = 1000, given: Collection[Stamp] = ()
-    ) -> list[str]:
-        """Return the regular files below `directory` that changed since `time_ns` (a `mark()`).
+    def produced_since(self, time_ns: int, limit: int = 1000, given: Collection[Stamp] = ()) -> list[str]:
+        """Return the regular files of the workspace that changed since `time_ns` (a `mark()`).
 
         The scan is bounded. The change time counts too, because unpacking an archive sets old modification times.
         Files written just before the mark may have the same time: those in `given` are left out unless they changed.
         """
-        relative = self.root.relative(directory, "directory")
-        handle = self.root.open(relative, os.O_RDONLY | os.O_DIRECTORY, "directory")
+        handle = self.root.open(b".", os.O_RDONLY | os.O_DIRECTORY)
         found: list[str] = []
-        steps = Walk(handle, relative, recursive=True, limit=SCAN_LIMIT).steps()
-        with refusing(relative, "directory"), closing(steps):
+        steps = Walk(handle, b".", recursive=True, limit=SCAN_LIMIT).steps()
+        with refusing(b"."), closing(steps):
             for entry in steps:
                 if entry is None or not stat.S_ISREG(entry.status.st_mode):
                     continue

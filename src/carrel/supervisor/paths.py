@@ -172,7 +172,7 @@ class Root:
             hint = "the workspace itself cannot be replaced, moved or deleted"
             raise InvalidPath(f"{text(relative)!r} must end in a name", field=field, hint=hint)
         if parents and above:
-            directory = self._make(above, field)
+            directory = self.make_directory(above, field)
         else:
             directory = self.open(above or b".", _DIRECTORY, field)
         return DirectoryEntry(directory, name, relative, field)
@@ -201,9 +201,6 @@ class Root:
 
     def make_directory(self, relative: bytes, field: str = "path") -> int:
         """Open the directory at that path; it and those above it are created if they are missing."""
-        return self._make(relative, field)
-
-    def _make(self, relative: bytes, field: str) -> int:
         try:
             return open_beneath(self.fd, relative, _DIRECTORY)
         except FileNotFoundError:

@@ -117,7 +117,7 @@ class ProducedFiles:
 
     async def _collect(self, moment: _Start, given: Collection[Stamp], look: ChangedFiles) -> None:
         if moment.count is None or self._inotify < 0 or not self._read_events():
-            for name in self._files.produced_since(moment.time_ns, ".", MOST_PRODUCED + 1, given):
+            for name in self._files.produced_since(moment.time_ns, MOST_PRODUCED + 1, given):
                 look.add(name)
             return
         seen = sorted(path for path, count in self._changed.items() if count > moment.count)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +25,7 @@ from carrel.primitives.trees import remove_tree
 from carrel.workspaces.folder_rules import FolderRules
 from carrel.workspaces.layout import decode, encode
 from carrel.workspaces.line_diffs import unified
-from carrel.workspaces.undoing import Difference, Differences, Undo, Undone, differences
+from carrel.workspaces.undoing import SET_IDS, Difference, Differences, Undo, Undone, differences
 from carrel.workspaces.volumes.base import Collected, check_name
 from carrel.workspaces.volumes.capture import Captured, Known, capture, pack_known, unpack_known
 from carrel.workspaces.volumes.directory import failing
@@ -263,6 +264,25 @@ class CheckpointStore:
             tree = self._tree(before.folder, after)
             with failing("cannot compare the checkpoints"):
                 return differences(bytes.fromhex(before.tree), tree, _loader(reader))
+
+    def clear_set_ids(self, start: Checkpoint, end: Checkpoint) -> list[str]:
+        """Take the set-user-ID and set-group-ID bits of files that were made or changed in a run; return their paths.
+
+        No call in a sandbox sets such a bit, but the kernel leaves it when a file is changed through a mapping.
+        """
+        cleared = []
+        with self._opened(start.folder) as root:
+            for path in map(os.fsdecode, self.changes(start, end).set_ids):
+                with suppress(OSError):  # gone by now, or a file of another user, which the agent could not change
+                    handle = open_without_links(path, root, os.O_PATH | os.O_NOFOLLOW)
+                    try:
+                        mode = os.fstat(handle).st_mode
+                        if stat.S_ISREG(mode) and mode & SET_IDS:
+                            os.chmod(f"/proc/self/fd/{handle}", stat.S_IMODE(mode) & ~SET_IDS)
+                            cleared.append(path)
+                    finally:
+                        os.close(handle)
+        return cleared
 
     def _tree(self, folder: str, checkpoint: Checkpoint | None) -> bytes:
         if checkpoint is not None:

@@ -27,6 +27,7 @@ from carrel.workspaces.volumes.rebuild import fill_file
 from carrel.workspaces.volumes.trees import EntryKind, Node, Tree, unpack_tree
 
 MOST_LISTED = 100_000
+SET_IDS = stat.S_ISUID | stat.S_ISGID
 """How many changed entries are listed; more are only counted."""
 MOST_STEPS = 2_000_000
 ASIDE = ".carrel-undo"
@@ -52,6 +53,8 @@ class Differences:
 
     items: list[Difference] = field(default_factory=list)
     counts: dict[ChangeKind, int] = field(default_factory=lambda: dict.fromkeys(ChangeKind, 0))
+    set_ids: list[bytes] = field(default_factory=list)
+    """All new and changed files that have a set-user-ID or set-group-ID bit."""
 
     def add(self, path: bytes, before: Node | None, after: Node | None) -> None:
         """Add an entry."""
@@ -59,6 +62,8 @@ class Differences:
         self.counts[kind] += 1
         if len(self.items) < MOST_LISTED:
             self.items.append(Difference(path, kind, before, after))
+        if after is not None and after.kind is EntryKind.FILE and after.mode & SET_IDS:
+            self.set_ids.append(path)
 
     @property
     def truncated(self) -> bool:

@@ -34,6 +34,8 @@ def given(origin: Origin, **web: object) -> PolicyDocuments:
 async def start(plane: ControlPlane, context: str, policy: PolicyDocuments) -> str:
     await plane.policy_changes.put(context, policy, "person:ann")
     info, _ = await plane.operations.deploy_or_resume(ADMIN, SandboxRequest(context_id=context))
+    plane.egress._start_now()
+    await until(lambda: plane.egress.pid and plane.egress._restoring.done(), what="the process")
     return info.id
 
 
@@ -118,13 +120,13 @@ async def test_one_that_cannot_be_let_out_again_does_not_keep_others_in(plane: C
     first, second = [await start(plane, name, given(origin)) for name in ("a", "b")]
     plane.egress._upkeep.cancel()  # which would mend it
     broken = plane.egress._boxes[first]
-    plan, broken.plan = broken.plan, broken.plan.__class__("another", "c", upstreams=(Upstream("odd", "gopher://h:1"),))
+    broken.plan = broken.plan.__class__(first, "a", upstreams=(Upstream("odd", "gopher://h:1"),))
     pid = plane.egress.pid
     os.kill(pid, signal.SIGKILL)
     await until(lambda: plane.egress.pid not in {0, pid}, what="another process")
     assert await fetch(plane, "b", origin) == "hello\n"
-    broken.plan = plan
-    await until(lambda: plane.egress._restoring.done(), what="the other one")
+    assert "the egress process refused" in await fetch(plane, "a", origin)
+    await plane.egress.refresh(broken.box)
     assert await fetch(plane, "a", origin) == "hello\n"
     assert {first, second} == set((await plane.egress._client.request("describe"))["sandboxes"])
 

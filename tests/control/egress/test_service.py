@@ -95,6 +95,14 @@ async def test_an_allowed_host_is_reached_and_written_down(plane: ControlPlane, 
     assert 'carrel_egress_seconds_count{outcome="ok",protocol="http"} 1.0' in text
 
 
+async def test_the_proxy_starts_with_the_first_connection(plane: ControlPlane, origin: Origin) -> None:
+    await start(plane, "c", allow(f"network(outbound:127.0.0.2:{origin.port})"))
+    assert plane.egress.pid == 0 and plane.egress._starting_soon is not None
+    plane.egress._starting_soon.cancel()  # so that only a connection starts it
+    assert (await fetch(plane, "c", f"{origin.url}/")).stdout == "hello\n"
+    assert plane.egress.pid != 0
+
+
 async def test_a_denied_host_is_refused_with_the_rule(plane: ControlPlane, origin: Origin) -> None:
     await start(plane, "c", allow("network(outbound:192.0.2.1)", deny=("network(outbound:127.0.0.0/8)",)))
     told = await fetch(plane, "c", f"{origin.url}/", "-w", "%{http_code}")
@@ -226,7 +234,7 @@ async def test_a_killed_proxy_is_replaced_and_nobody_goes_around_it(plane: Contr
 async def test_the_next_server_takes_the_ways_out_over(plane: ControlPlane, origin: Origin) -> None:
     await start(plane, "c", allow(f"network(outbound:127.0.0.2:{origin.port})"))
     await start(plane, "gone", allow(f"network(outbound:127.0.0.2:{origin.port})"))
-    pid = plane.egress.pid
+    pid = await until(lambda: plane.egress.pid, what="the process")
     plane.egress._closing = True  # as if it were killed: it does nothing any more
     await killed(plane)
     other = await ControlPlane.open(plane.settings)

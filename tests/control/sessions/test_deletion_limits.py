@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,14 +21,6 @@ from carrel.models import ApprovalDecision, ApprovalInfo, ApprovalState, Command
 from carrel.workspaces.folder_rules import IGNORED
 
 OWNER = 1234
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    path = Path(os.path.realpath(tempfile.mkdtemp(prefix="carrel-roots-")))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +17,8 @@ from carrel.config import Settings
 from carrel.control.operations.checks import command_body
 from carrel.control.plane import ControlPlane
 from carrel.control.sessions.folders import Folders
-from carrel.errors import CarrelError, Conflict, InvalidRequest, Unsupported
+from carrel.control.sessions.home_limits import HomeLimits
+from carrel.errors import CarrelError, Conflict, InvalidRequest, LimitExceeded, Unsupported
 from carrel.models import CommandRequest, HostPath, PolicyDocuments, SandboxInfo, SandboxRequest, State
 from carrel.models.files import StatRequest
 from carrel.models.operations import STAT_FILE
@@ -30,16 +28,8 @@ OWNER = 1234
 
 
 @pytest.fixture
-def root() -> Iterator[Path]:
-    path = Path(os.path.realpath(tempfile.mkdtemp(prefix="carrel-roots-")))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
 def settings(settings: Settings, root: Path) -> Settings:
-    sandbox = settings.sandbox.model_copy(update={"folder_roots": str(root)})
+    sandbox = settings.sandbox.model_copy(update={"folder_roots": str(root), "home_mb": 1})
     return settings.model_copy(update={"sandbox": sandbox})
 
 
@@ -138,9 +128,29 @@ async def test_folders_that_are_refused(plane: ControlPlane, root: Path) -> None
 async def test_the_system_and_the_data_of_carrel_are_no_folders(path: str, data_dir: str) -> None:
     record = replace(SESSION, workspace_path=path.replace("DATA", data_dir))
     with pytest.raises(InvalidRequest, match="belongs to the system"):
-        Folders(["/"], data_dir)._check(record)
+        Folders(["/"], data_dir, home_mb=1)._check(record)
     with pytest.raises(InvalidRequest, match="lets nobody"):
-        Folders([], data_dir)._check(record)
+        Folders([], data_dir, home_mb=1)._check(record)
+
+
+async def test_a_home_that_is_too_large_stops_its_sandbox(plane: ControlPlane, root: Path) -> None:
+    folder = made(root / "project")
+    await started(plane, "c", folder)
+    folders = plane.attachments.folders
+    assert isinstance(folders, Folders)
+    await HomeLimits(plane.sessions, folders).enforce()
+    assert plane.sessions.find_live("c") is not None
+    await plane.operations.run_command(ADMIN, "c", CommandRequest(command="head -c 2M /dev/zero > ~/large"))
+    await HomeLimits(plane.sessions, folders).enforce()
+    assert plane.sessions.find_live("c") is None
+    info = (await plane.sessions.record("c")).info()
+    assert info.state is State.ERROR
+    assert "more than 1 MB" in (info.error or "")
+    with pytest.raises(LimitExceeded, match="more than 1 MB") as refused:
+        await started(plane, "c", folder)
+    large = Path(str(refused.value.hint).split()[3].rstrip(",")) / "large"
+    large.unlink()
+    assert (await started(plane, "c", folder)).state is State.RUNNING
 
 
 async def test_what_a_folder_cannot_do(plane: ControlPlane, root: Path) -> None:
@@ -219,11 +229,11 @@ async def test_protected_paths_hold_at_both_paths_and_when_they_appear_later(pla
     try:
         box = other.sessions.find_live("c")
         assert box is not None
-        await box.connection.run_command(*_body("mkdir -p later/.git; touch later/.git/config"))
+        await box.connection.run_command(*_body("mkdir -p later/.git; echo '[core] fsmonitor=x' > later/.git/config"))
         await until(lambda: not (folder / "later" / ".git" / "config").exists(), what="a name that appeared later")
         assert (folder / "later" / ".git" / "config.held-by-carrel").exists()
         await other.attachments.protected_folders.close()  # type: ignore[attr-defined]
-        await box.connection.run_command(*_body("mkdir -p last/.git; touch last/.git/config"))
+        await box.connection.run_command(*_body("mkdir -p last/.git; echo '[core] fsmonitor=x' > last/.git/config"))
         info = await other.sessions.stop("c")
         assert info.state is State.STOPPED
         assert "last/.git/config" in (info.notice or "")

@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from carrel.egress.access import AccessRefused
-from carrel.egress.http.credentials import Credentials, placeholder
+from carrel.egress.http.credentials import Credentials
 from carrel.egress.http.messages import read_response
-from carrel.egress.plan import Injected
+from carrel.egress.plan import Injected, placeholder
 
 SECRET = "s3cr3t-V4lue/+=x"
 PLACEHOLDER = placeholder("API_KEY")

@@ -53,7 +53,7 @@ async def test_a_fixed_workspace_serves_runs_that_name_none(ground: Ground) -> N
 async def test_many_steps_an_approval_and_a_denial(ground: Ground) -> None:
     def another_way(messages: list[dict[str, Any]]) -> dict[str, Any]:
         [told] = last_results(messages)
-        assert "not on my watch" in told and "do not try the same again" in told
+        assert "not on my watch" in told and "Trying again changes nothing" in told
         return runs("echo another way > way")
 
     async with (

@@ -121,7 +121,7 @@ def test_a_refusal_says_why_and_whether_to_try_again() -> None:
     said = refused(Denied("no", hint="use pip", rule="shell(curl:*)", reason="no", retry=False))
     assert said["error"] and said["artifact"]["code"] == "denied_by_policy"
     assert said["text"].splitlines() == [
-        "Denied by policy: no", "rule: shell(curl:*)", "do not try the same again", "hint: use pip",
+        "Denied: no (rule shell(curl:*))", "Trying again changes nothing: choose another way.", "Hint: use pip",
     ]  # fmt: skip
-    assert "try again later" in refused(ApprovalNeeded("wait", retry=True, approval="apr-1"))["text"]
+    assert "Try again later" in refused(ApprovalNeeded("wait", retry=True, approval="apr-1"))["text"]
     assert "try" not in refused(Conflict("busy"))["text"]

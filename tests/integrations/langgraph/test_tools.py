@@ -78,9 +78,9 @@ async def test_commands_and_python_tell_how_they_ended(ground: Ground) -> None:
     )
     texts = [message.text for message in messages]
     assert texts[0] == "out\n[standard error]\nerr\n[exit code 3]" and messages[0].artifact["exit_code"] == 3
-    assert texts[1] == "[timed out and killed]"
+    assert texts[1] == "[timed out: killed with everything it started]"
     assert texts[2].startswith("1\n2\n") and texts[2].endswith("\n20000") and "characters left out" in texts[2]
-    assert texts[3].splitlines()[1:] == ["rule: shell(curl:*)", "do not try the same again"]
+    assert texts[3].splitlines()[1:] == ["Trying again changes nothing: choose another way."]
     refusal = messages[3].artifact
     assert (refusal["code"], refusal["rule"], refusal["retry"]) == ("denied_by_policy", "shell(curl:*)", False)
     assert messages[4].status == "error"

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from carrel.client import Chunk
-from carrel.integrations.mcp.output import Capture, Reading, boundary, cut_middle, decoded
+from carrel.integrations.mcp.output import Capture, Reading, boundary, decoded
+from carrel.integrations.tool_results import cut_middle
 
 MARKER = "[…]"
 

@@ -7,14 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.support.trees_for_tests import mutate, picture
+from tests.support.trees_for_tests import mutate, pack_tree, picture
 
 from carrel.errors import SnapshotDamaged
 from carrel.primitives import walk
 from carrel.workspaces.volumes.capture import capture
 from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader
 from carrel.workspaces.volumes.rebuild import rebuild
-from carrel.workspaces.volumes.trees import EntryKind, Node, Tree, pack_tree
+from carrel.workspaces.volumes.trees import EntryKind, Node, Tree
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -6,9 +6,10 @@ import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support.trees_for_tests import pack_tree
 
 from carrel.errors import SnapshotDamaged
-from carrel.workspaces.volumes.trees import EntryKind, Node, Tree, pack_tree, unpack_tree
+from carrel.workspaces.volumes.trees import EntryKind, Node, Tree, unpack_tree
 
 names = st.binary(min_size=1, max_size=20).filter(lambda name: not {0, 47} & set(name) and name not in {b".", b".."})
 keys = st.binary(min_size=32, max_size=32)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
+from contextlib import suppress
 from typing import Any
 
 from carrel.cli.failures import note
@@ -23,6 +25,8 @@ _KEYS: dict[bytes, dict[str, Any]] = {
     b"n": {"approve": False, "message": "the person at the terminal said no"},
     b"\x03": {"approve": False, "message": "the person at the terminal said no"},
 }
+SILENCE_S = 0.5
+"""A key answers a question only if nothing was typed for so long before it."""
 _LONGEST = 2000
 _MOST_LINE = 1024 * 1024
 
@@ -41,7 +45,7 @@ class ApprovalQuestions:
         """Which questions of this run were answered with yes, and which were not."""
         self._connection: socket.socket | None = None
         self._received = b""
-        self._in_sequence = False
+        self._last_typed = 0.0
 
     def open(self) -> None:
         """Ask the server for news. Does not wait for the answer."""
@@ -89,15 +93,22 @@ class ApprovalQuestions:
         _notify(_line(approval.get("summary")))
         if not self._asks:
             how = f"`{self._answer_with} approve {name}` or `{self._answer_with} deny {name}`"
-            note(f"carrel: the program waits for an answer: {_line(approval.get('summary'))}; {how}")
+            begin, end = ("\r\n", "\r") if os.isatty(2) else ("", "")  # the terminal may be in raw mode
+            note(f"{begin}carrel: the program waits for an answer: {_line(approval.get('summary'))}; {how}{end}")
 
     @property
     def waiting(self) -> bool:
         """Whether there is something to ask at the terminal."""
+        if self._pending:
+            now = time.time()
+            for name in [each for each, approval in self._pending.items() if _expiry(approval) <= now]:
+                del self._pending[name]
+                self.answers[name] = False
         return self._asks and bool(self._pending)
 
     def text(self) -> bytes:
-        """Return the first question."""
+        """Return the first question. Keys answer it from a moment after this call."""
+        self._last_typed = time.monotonic()
         approval = next(iter(self._pending.values()))
         lines = [
             "carrel: may the program do this?",
@@ -110,16 +121,17 @@ class ApprovalQuestions:
         ]
         return "\r\n".join(lines).encode()
 
-    def key(self, key: bytes) -> bool:
-        """Take a key; return whether it has answered the question. Sequences of keys such as arrows answer nothing."""
-        if key == b"\x1b":
-            self._in_sequence = True
-            return False
-        if self._in_sequence:
-            self._in_sequence = not (b"@" <= key <= b"~" and key not in b"[O")
-            return False
-        decision = _KEYS.get(key.lower())
-        if decision is None:
+    def typed(self, keys: bytes) -> bool:
+        """Take what was typed; return whether it has answered the question.
+
+        Only a single key after a moment of silence does. Other keys were meant for the program. And the program could
+        answer for the person: a terminal sends its answers to queries, and the mouse, the same way as keys, and the
+        program can choose the letters in them.
+        """
+        now = time.monotonic()
+        is_silent, self._last_typed = now - self._last_typed >= SILENCE_S, now
+        decision = _KEYS.get(keys.lower())
+        if decision is None or not is_silent:
             return False
         name = next(iter(self._pending))
         del self._pending[name]
@@ -135,6 +147,13 @@ class ApprovalQuestions:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+
+def _expiry(approval: dict[str, Any]) -> float:
+    """Return the moment from which no answer means no. The server does not report it when it comes."""
+    from datetime import datetime
+
+    return datetime.fromisoformat(str(approval["expires_at"])).timestamp()
 
 
 def _line(value: object) -> str:
@@ -155,4 +174,5 @@ def _notify(summary: str) -> None:
         return
     nowhere = subprocess.DEVNULL
     words = [program, "--app-name=carrel", "--", "carrel here asks", summary]
-    subprocess.Popen(words, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)
+    with suppress(OSError):  # it cannot be started; the question is in the terminal too
+        subprocess.Popen(words, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True)

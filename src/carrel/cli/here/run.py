@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 from carrel.cli.failures import note
@@ -54,8 +55,9 @@ def run(options: HereOptions) -> int:
     command = list(options.command) or [_shell() if options.image is None else "/bin/sh"]
     agent = _agent_name(options, command)
     context = context_id(folder, agent)
-    setup = setup_for(options, folder, command, context)
-    with server_for(folder) as server, _using(context) as alone:
+    prepared = cache(lambda: setup_for(options, folder, command, context))
+    with server_for(folder, meanwhile=prepared) as server, _using(context) as alone:
+        setup = prepared()
         wire = LocalWire(server.url, server.agent_token or server.token)
         for sentence in setup.notes:
             note(f"carrel: {sentence}")
@@ -66,7 +68,7 @@ def run(options: HereOptions) -> int:
         path = f"/v1/sandboxes/{sandbox['id']}"
         asks = "terminal" in request and not options.no_questions
         decisions = LocalWire(server.url, server.token)
-        questions = ApprovalQuestions(decisions, context, asks=asks, answer_with=_carrel(server))
+        questions = ApprovalQuestions(decisions, context, asks=asks, answer_with=_carrel())
         try:
             code = exit_code(_attach(wire, decisions, path, request, questions))
         except BrokenPipeError:
@@ -160,6 +162,8 @@ def _using(context: str) -> Iterator[Any]:
         return True
 
     try:
+        if not alone():
+            note("carrel: the same agent runs in this folder already; both share one sandbox. --name starts another")
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         yield alone
     finally:
@@ -175,11 +179,9 @@ def _apply(setup: HereSetup, wire: LocalWire, context: str) -> None:
             last = json.load(file)
     except (OSError, ValueError):
         last = {}
-    current = wire.request("GET", f"{base}/policy")
-    if current["version"] != last.get("version") or (setup.settings, setup.sources) != (
-        last.get("settings"),
-        last.get("sources"),
-    ):
+    same = (setup.settings, setup.sources) == (last.get("settings"), last.get("sources"))
+    current = wire.request("GET", f"{base}/policy", unless=last.get("version") if same else None)
+    if current is not None:
         known = _rules(last.get("settings"))
         added = [rule for rule in _rules(current["settings"]) if known and rule not in known]
         settings = json.loads(json.dumps(setup.settings))
@@ -296,11 +298,12 @@ def _read(path: str) -> bytes | None:
         return None
 
 
-def _carrel(server: FolderServer) -> str:
-    """Return the words that call `carrel` for this server in another terminal."""
+def _carrel() -> str:
+    """Return the words that call `carrel` for the same servers in another terminal."""
     import shlex
 
-    return f"CARREL_DATA_DIR={shlex.quote(server.directory)} carrel" if server.directory else "carrel"
+    named = os.environ.get("CARREL_DATA_DIR")
+    return f"CARREL_DATA_DIR={shlex.quote(named)} carrel" if named else "carrel"
 
 
 def _place_of(source: str, home: str) -> str:
@@ -335,6 +338,8 @@ def _summarise(
             facts[key] = sorted(found - {"None"})
         held = wire.request("GET", f"{query}&kind=file&name=hold_path")["items"]
         facts["held_back"] = {str(each["arguments"]["path"]): each["arguments"]["renamed_to"] for each in held[::-1]}
+        cleared = wire.request("GET", f"{query}&kind=file&name=clear_set_ids")["items"]
+        facts["set_ids_removed"] = sorted(str(each["arguments"]["path"]) for each in cleared)
     with suppress(CarrelError, StopIteration):
         base = f"/v1/contexts/{context}/checkpoints"
         end = next(each for each in wire.request("GET", base)["items"] if each["kind"] == "end")
@@ -360,6 +365,8 @@ def _sentence(facts: dict[str, Any]) -> str:
         parts.append(f"refused {_few(refused)}")
     if held := facts.get("held_back"):
         parts.append(f"protected, so renamed: {_few([f'{path} to {now}' for path, now in held.items()])}")
+    if cleared := facts.get("set_ids_removed"):
+        parts.append(f"changed, so without their set-id bits: {_few(cleared)}")
     if facts.get("approved") or facts.get("denied"):
         parts.append(f"{facts['approved']} approved, {facts['denied']} denied")
     return "carrel: " + "; ".join(parts) + ". `carrel diff` shows the changes, `carrel undo` takes them back"

@@ -78,12 +78,15 @@ def find_runs(client: Client, folder: str) -> list[FolderRun]:
 
 
 def find_run(client: Client, folder: str, chosen: str | None) -> FolderRun:
-    """Return a run on a folder by its id, or the last one of an agent."""
-    for run in find_runs(client, folder):
-        if run.start.id == chosen or (chosen is None and run.start.kind == "start"):
-            return run
-    what = "run of an agent" if chosen is None else f"run '{chosen}'"
-    raise NotFound(f"there is no {what} on {folder}", hint="`carrel log` lists the runs")
+    """Return a run on a folder by its id. Without one, the run of an agent that ended last: others may have begun and
+    ended while it lasted.
+    """
+    runs = find_runs(client, folder)
+    found = [run for run in runs if (run.start.kind == "start" if chosen is None else run.start.id == chosen)]
+    if not found:
+        what = "run of an agent" if chosen is None else f"run '{chosen}'"
+        raise NotFound(f"there is no {what} on {folder}", hint="`carrel log` lists the runs")
+    return max(found, key=lambda run: (run.end or run.start).created_at)
 
 
 def here() -> str:

@@ -11,11 +11,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 from carrel.errors import PlatformError
+from carrel.primitives.file_lock import is_locked
 
 if TYPE_CHECKING:
     from carrel.client import Client
@@ -55,9 +56,9 @@ def client_directory() -> str:
 
 
 @contextmanager
-def server_for(folder: str) -> Iterator[FolderServer]:
+def server_for(folder: str, meanwhile: Callable[[], object] = lambda: None) -> Iterator[FolderServer]:
     """Yield a server that may use this folder as a workspace. One that is started for it lives as long as the block,
-    or as the blocks of other processes.
+    or as the blocks of other processes. `meanwhile` is called while it starts.
     """
     named = os.environ.get("CARREL_URL")
     if named:
@@ -80,7 +81,7 @@ def server_for(folder: str) -> Iterator[FolderServer]:
         ) from None
     try:
         _lock(users, fcntl.LOCK_SH, END_S, f"a server that is ending still uses {directory}")
-        yield found_or_started(directory)
+        yield found_or_started(directory, meanwhile)
     finally:
         os.close(users)
 
@@ -94,13 +95,13 @@ def client_for(folder: str) -> Iterator[Client]:
         yield client
 
 
-def found_or_started(directory: str) -> FolderServer:
+def found_or_started(directory: str, meanwhile: Callable[[], object] = lambda: None) -> FolderServer:
     """Return the server that runs, or start one. One process at a time does this."""
     starting = _open(directory, "starting")
     try:
         _lock(starting, fcntl.LOCK_EX, START_S, f"another process is starting a server in {directory}")
         if not _is_used(directory):
-            _start(directory, starting)
+            _start(directory, starting, meanwhile)
         found = _record(directory)
     finally:
         os.close(starting)
@@ -116,18 +117,20 @@ def _server(url: str, directory: str) -> FolderServer:
     return FolderServer(url, _token(directory, "token"), _token(directory, "agent-token"))
 
 
-def _start(directory: str, starting: int) -> None:
-    """Start a server. It holds the lock too until it is ready: if this process is killed, the next one waits for it."""
+def _start(directory: str, starting: int, meanwhile: Callable[[], object]) -> None:
+    """Start a server. It holds the lock too until it is ready: if this process is killed, the next one waits for it.
+    Then it closes the lock and a pipe, which tells this process.
+    """
+    import select
+    import signal
     import subprocess
 
     _remove(os.path.join(directory, "server.json"))  # of a server that was killed
     log = os.path.join(directory, "server.log")
-    command = [sys.executable, "-m", "carrel", "serve", "--host", "127.0.0.1", "--port", "0", "--data-dir", directory]
-    command += ["--log-level", "warning", "--until-unused", os.path.join(directory, "users")]
-    command += ["--starting-fd", str(starting)]
-    for setting in _SETTINGS:
-        command += ["--set", setting]
+    ended, ends = os.pipe2(os.O_CLOEXEC)
+    command = [sys.executable, "-m", "carrel.cli.here.serve", directory, str(starting), str(ends)]
     kept = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_IT}
+    kept["PYDANTIC_DISABLE_PLUGINS"] = "__all__"  # the search for them reads a file of every installed package
     with open(log, "wb") as output:
         os.chmod(log, 0o600)
         process = subprocess.Popen(
@@ -137,19 +140,22 @@ def _start(directory: str, starting: int) -> None:
             stderr=output,
             cwd=directory,  # a carrel.toml of the folder must not configure it
             env=kept,
-            pass_fds=(starting,),
+            pass_fds=(starting, ends),
             start_new_session=True,  # the keys of the terminal are not for it
         )
     process.returncode = 0  # nobody waits for it: it may live longer than this process
-    deadline = time.monotonic() + START_S
-    while _record(directory) is None:
-        if os.waitpid(process.pid, os.WNOHANG)[0] or time.monotonic() > deadline:
-            raise PlatformError(f"the server for this folder did not start: {_reason(log)}", hint=f"see {log}")
-        time.sleep(0.003)
-
-
-_SETTINGS = ("sandbox.folder_roots=/",)
-"""Settings of a server for the purpose: it belongs to the user, who chooses the folder."""
+    os.close(ends)
+    try:
+        meanwhile()
+        select.select([ended], [], [], START_S)
+    except BaseException:
+        os.kill(process.pid, signal.SIGTERM)
+        os.waitpid(process.pid, 0)
+        raise
+    finally:
+        os.close(ended)
+    if _record(directory) is None:
+        raise PlatformError(f"the server for this folder did not start: {_reason(log)}", hint=f"see {log}")
 
 
 def _reason(log: str) -> str:
@@ -183,17 +189,7 @@ def _is_used(directory: str) -> bool:
     """Whether a server runs on a data directory: it holds a lock there. An address alone may be left from one that was
     killed, and its port may belong to another program now.
     """
-    try:
-        descriptor = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    return is_locked(os.path.join(directory, "lock"))
 
 
 def _record(directory: str) -> dict[str, object] | None:

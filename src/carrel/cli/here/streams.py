@@ -56,8 +56,8 @@ class Questions(Protocol):
     def text(self) -> bytes:
         """Return the question, as it is written to the terminal."""
 
-    def key(self, key: bytes) -> bool:
-        """Take a key; return whether the question is answered."""
+    def typed(self, keys: bytes) -> bool:
+        """Take what was typed; return whether the question is answered."""
 
 
 class Attached:
@@ -104,7 +104,7 @@ class Attached:
             watched.register(self._output[0][0], select.POLLOUT)
         if self._questions is not None and self._questions.fileno() >= 0:
             watched.register(self._questions.fileno(), select.POLLIN)
-        for descriptor, _ in watched.poll(None if self._hangup is None else 1000):
+        for descriptor, _ in watched.poll(1000 if self._asked or self._hangup is not None else None):
             if descriptor == woken:
                 os.read(woken, 4096)
             elif descriptor == socket.fileno():
@@ -119,11 +119,10 @@ class Attached:
             self._signal(self._signals.popleft())
         if self._stopped and not self._output:
             self._suspend()
-        if self._questions is not None and self._info is None:
-            if self._questions.waiting and not self._asked and not self._output:
-                self._ask()
-            elif self._asked and not self._questions.waiting:  # it was answered elsewhere, or has expired
-                self._answered()
+        if self._asked and (self._info is not None or not self._questions_wait()):
+            self._show_again()  # the program has ended, or the question was answered elsewhere, or has expired
+        elif not self._asked and not self._output and self._info is None and self._questions_wait():
+            self._ask()
         if self._hangup is not None and time.monotonic() > self._hangup:
             raise SandboxLost("the terminal is gone, and the program did not end")
 
@@ -176,8 +175,8 @@ class Attached:
         except OSError:
             data = b""
         if data and self._asked:
-            assert self._questions is not None
-            self._answer(data)
+            if self._questions is not None and self._questions.typed(data):
+                self._answered()
             return
         if data:
             socket.send(BINARY, data)
@@ -187,13 +186,6 @@ class Attached:
             self._hang_up()
         else:
             socket.send(BINARY, b"")
-
-    def _answer(self, keys: bytes) -> None:
-        assert self._questions is not None
-        for key in keys:
-            if self._questions.key(bytes([key])):
-                self._answered()
-                return  # keys behind an answer are for nobody: they were typed before the next question was seen
 
     def _hang_up(self) -> None:
         """The terminal is gone: tell the program, and give it a moment."""
@@ -241,6 +233,9 @@ class Attached:
             self._resize()
         self._send("CONT")
 
+    def _questions_wait(self) -> bool:
+        return self._questions is not None and self._questions.waiting
+
     def _ask(self) -> None:
         assert self._questions is not None
         self._asked = True
@@ -250,10 +245,15 @@ class Attached:
         assert self._questions is not None
         if self._questions.waiting:
             self._write_now(b"\r\n" + self._questions.text())
-            return
+        else:
+            self._show_again()
+
+    def _show_again(self) -> None:
+        """Show the program's screen in place of the question."""
         self._asked = False
         self._write_now(self._screen.come_back())
-        if self._screen.alternate:  # the program has to draw it again: another size for a moment makes it do so
+        if self._screen.alternate and self._info is None:
+            # The program has to draw it again: another size for a moment makes it do so.
             self._resize(fewer=1)
             self._resize()
 

@@ -15,6 +15,7 @@ from typing import Any
 from carrel.errors import InvalidRequest, PlatformError, ServerUnreachable, from_problem
 
 TEXT, BINARY, CLOSE, PING, PONG = 1, 2, 8, 9, 10
+NOT_MODIFIED = 304
 MOST_HEADERS = 64 * 1024
 MOST_ANSWER = 64 * 1024 * 1024
 
@@ -38,10 +39,15 @@ class LocalWire:
             self._headers += f"authorization: Bearer {token}\r\n"
         self._socket: socket.socket | None = None
 
-    def request(self, method: str, path: str, body: object = None, *, timeout: float | None = 60.0) -> Any:
-        """Send a request and return the JSON of its answer, None if that is empty. Raises the error it stands for."""
+    def request(
+        self, method: str, path: str, body: object = None, *, timeout: float | None = 60.0, unless: int | None = None
+    ) -> Any:
+        """Send a request and return the JSON of its answer, None if that is empty. Raises the error it stands for.
+        `unless` is the version that the caller knows: the answer is None if it is still the current one.
+        """
         content = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\n{self._headers}content-length: {len(content)}\r\n"
+        head += "" if unless is None else f'if-none-match: "{unless}"\r\n'
         head += "\r\n" if body is None else "content-type: application/json\r\n\r\n"
         reused = self._socket is not None
         try:
@@ -59,7 +65,7 @@ class LocalWire:
             value = json.loads(answer) if answer else None
         except ValueError:
             raise PlatformError(f"the server at {self.url} sent an answer that is not JSON") from None
-        if not 200 <= status < 300:
+        if not 200 <= status < 300 and (status != NOT_MODIFIED or unless is None):
             raise from_problem(value if isinstance(value, dict) else {}, status)
         return value
 

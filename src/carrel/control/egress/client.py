@@ -22,9 +22,9 @@ log = logging.getLogger("carrel.egress")
 _ANSWER_S = 15.0
 _END_S = 10.0
 _PASSED_ON = [
-    "PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "PIP_CERT", "PIP_PROXY",
-    "PIP_CONFIG_FILE", "HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY",
-    "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
+    "PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR", "PIP_CERT",
+    "PIP_PROXY", "PIP_CONFIG_FILE", "HOME", "XDG_CONFIG_HOME", "XDG_CONFIG_DIRS", "HTTP_PROXY", "HTTPS_PROXY",
+    "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
 ]  # fmt: skip
 """The environment variables that Python needs, and those that configure how this host gets packages."""
 
@@ -173,7 +173,7 @@ class EgressClient:
     def _spawn(self) -> socket.socket:
         self._reap(0.5)
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-        environment |= {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "MALLOC_ARENA_MAX": "2"}
+        environment |= {"LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "2"}
         self._process, connection = start(
             self._path, "carrel.egress", self._arguments, environment=environment, log_path=self._log
         )

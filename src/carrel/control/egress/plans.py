@@ -14,10 +14,8 @@ from dataclasses import replace
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from carrel.egress.http.credentials import placeholder
 from carrel.egress.index.host import host_index, host_registries
-from carrel.egress.outbound.upstreams import read_proxy_address
-from carrel.egress.plan import EgressPlan, HostRegistry, Injected, PackageIndex, Upstream
+from carrel.egress.plan import EgressPlan, HostRegistry, Injected, PackageIndex, Upstream, placeholder
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
 from carrel.models import Network
 from carrel.models.base import ShortName
@@ -48,6 +46,8 @@ def read_upstreams(path: str | None) -> tuple[Upstream, ...]:
     """Read the proxies of a file. Raises `InvalidRequest` when it is not valid. Blocking."""
     if path is None:
         return ()
+    from carrel.egress.outbound.upstreams import read_proxy_address
+
     try:
         with open(path, "rb") as file:
             found = TypeAdapter(list[UpstreamSetting]).validate_json(file.read())
@@ -192,7 +192,8 @@ def shut(plan: EgressPlan, error: Exception) -> EgressPlan:
     nothing = Sources.model_validate(
         {"web_access": {"enabled": False}, "package_managers": {"pip": {"enabled": False}}}
     )
-    return replace(plan, layers=(Layer("carrel", None, nothing, f"carrel, because {why}"),), injected=())
+    layer = Layer("carrel", None, nothing, f"carrel, because {why}")
+    return replace(plan, layers=(layer,), injected=(), upstreams=())
 
 
 def _injected(credential: Credential, value: bytes) -> Injected:

@@ -1,8 +1,9 @@
 """The outbound network of sandboxes: gives the egress process the plan and listening socket of each sandbox, answers
 its questions through admission, and writes its access log to the audit log.
 
-Keeps a copy of every listening socket, so that a proxy that died is replaced and sandboxes notice only a pause. A
-sandbox has no other network, whether the proxy runs or not.
+No sandbox waits for the start of the process: it is started at the first connection, or soon after the sandbox. Until
+then connections wait in the listening socket. This part keeps a copy of every listening socket, so that a proxy that
+died is replaced and sandboxes notice only a pause. A sandbox has no other network, whether the proxy runs or not.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ MOST_HOSTS = 100
 """How many hosts of one sandbox a person may be asked about in an hour."""
 REFRESH_S = 5.0
 """How often plans are compared with policies, which another server may have changed."""
+START_AFTER_S = 0.5
+"""How long after a sandbox the process is started, so that most first connections find it. A program that ends sooner
+and connects to nothing needs none.
+"""
 _HOUR_S = 3600.0
 _MOST_KNOWN = 20_000
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 5.0
@@ -56,6 +61,8 @@ class _Attached:
     plan: EgressPlan
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while a policy is read and sent, so that an older policy never replaces a newer one."""
+    known: bool = False
+    """Whether the process that runs now was told of it."""
     asking: int = 0
     asked: dict[tuple[str, int], float] = field(default_factory=dict)
 
@@ -92,6 +99,7 @@ class EgressService(Attachment):
         self._log = AccessLogWriter(audit, metrics, redact, self._acknowledge)
         self._tasks: set[asyncio.Task[None]] = set()
         self._restoring: asyncio.Task[None] | None = None
+        self._starting_soon: asyncio.TimerHandle | None = None
         self._upkeep: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -112,7 +120,7 @@ class EgressService(Attachment):
             known = await self._client.connect()
             for box in wanting:
                 try:
-                    await self.attach(box)
+                    await self._attach_now(await self._attachable(box))
                 except CarrelError as error:
                     log.warning("sandbox %s has no outbound network: %s", box.record.id, error)
             for name in known:
@@ -120,29 +128,46 @@ class EgressService(Attachment):
                     with suppress(ChannelClosed):  # the process is gone, with all its sandboxes
                         self._client.send("detach", sandbox=name)
         elif warm:
-            self._start(self._start_process())
+            self._restoring = asyncio.get_running_loop().create_task(self._restore())
         self._upkeep = asyncio.get_running_loop().create_task(self._refresh_all())
 
     async def attach(self, box: LiveSandbox) -> None:
-        """Attach a new sandbox, if its network goes through the proxy."""
+        """Attach a new sandbox, if its network goes through the proxy. Its connections wait until the process has its
+        plan.
+        """
         if not box.record.network.proxied:
             return
+        attached = self._boxes[box.record.id] = await self._attachable(box)
+        if self._client.up:
+            self._start(self._attach_late(attached))
+        else:
+            self._start_soon(attached)
+
+    async def _attachable(self, box: LiveSandbox) -> _Attached:
         self._remember_context(box)
         plan = await self._plans.of(box.record)
         listener = await box.provider.way_out(box.handle)
         if listener is None:
             raise PlatformError("the sandbox has no outbound network", hint="its provider lost it; restart the sandbox")
-        attached = _Attached(box, listener, plan)
+        return _Attached(box, listener, plan)
+
+    async def _attach_late(self, attached: _Attached) -> None:
+        if not await self._attach_again(attached):
+            self._replace()
+
+    async def _attach_now(self, attached: _Attached) -> None:
+        sandbox = attached.box.record.id
         try:
             await self._client.connect()
             await self._attach(attached)
         except BaseException:
-            os.close(listener)
+            os.close(attached.listener)
             with suppress(ChannelClosed):  # it may have attached the sandbox without answering
-                self._client.send("detach", sandbox=box.record.id)
+                self._client.send("detach", sandbox=sandbox)
             raise
-        self._boxes[box.record.id] = attached
-        if not self._client.up:
+        self._boxes[sandbox] = attached
+        attached.known = self._client.up
+        if not attached.known:
             self._replace()  # it died before this sandbox was in the list
 
     def detach(self, box: LiveSandbox) -> None:
@@ -151,7 +176,7 @@ class EgressService(Attachment):
         attached = self._boxes.pop(box.record.id, None)
         if attached is None:
             return
-        os.close(attached.listener)
+        self._close_listener(attached)
         with suppress(ChannelClosed):
             self._client.send("detach", sandbox=box.record.id)
 
@@ -203,9 +228,11 @@ class EgressService(Attachment):
     async def close(self) -> None:
         """End the process, after all sandboxes have ended."""
         self._closing = True
+        if self._starting_soon is not None:
+            self._starting_soon.cancel()
         await cancel([self._upkeep, self._restoring, *self._tasks])
         for attached in self._boxes.values():
-            os.close(attached.listener)
+            self._close_listener(attached)
         self._boxes.clear()
         try:
             await self._client.close()
@@ -214,11 +241,27 @@ class EgressService(Attachment):
 
     # the process
 
-    async def _start_process(self) -> None:
-        try:
-            await self._client.connect()
-        except (CarrelError, OSError) as error:
-            log.warning("the egress process could not be started: %s", error)
+    def _start_soon(self, attached: _Attached) -> None:
+        """Start the process at the first connection of this sandbox, or after a while."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(attached.listener, self._start_now)
+        if self._starting_soon is None:
+            self._starting_soon = loop.call_later(START_AFTER_S, self._start_now)
+
+    def _start_now(self) -> None:
+        if self._starting_soon is not None:
+            self._starting_soon.cancel()
+            self._starting_soon = None
+        loop = asyncio.get_running_loop()
+        for attached in self._boxes.values():
+            loop.remove_reader(attached.listener)
+        if self._boxes and not self._client.up and (self._restoring is None or self._restoring.done()):
+            self._restoring = loop.create_task(self._restore())
+
+    @staticmethod
+    def _close_listener(attached: _Attached) -> None:
+        asyncio.get_running_loop().remove_reader(attached.listener)
+        os.close(attached.listener)
 
     async def _attach(self, attached: _Attached) -> None:
         await self._send_plan("attach", attached, attached.listener)
@@ -231,6 +274,8 @@ class EgressService(Attachment):
             os.close(plan)
 
     def _process_ended(self) -> None:
+        for attached in self._boxes.values():
+            attached.known = False
         self._log.lost()
         self._replace()
 
@@ -248,25 +293,37 @@ class EgressService(Attachment):
             pause = backoff.next_pause()
             try:
                 await self._client.connect()
-                attached = [await self._attach_again(each) for each in list(self._boxes.values())]
+                for each in list(self._boxes.values()):
+                    await self._attach_again(each)
             except (CarrelError, OSError) as error:
                 log.warning("the egress process could not be started: %s", error)
+                if not self._boxes:
+                    return
                 continue
-            if self._client.up and all(attached):
-                log.info("the egress process runs again")
+            if self._client.up and all(each.known for each in self._boxes.values()):
+                log.info("the egress process runs")
                 return
 
     async def _attach_again(self, attached: _Attached) -> bool:
-        """Attach a sandbox to the new process; return whether it succeeded. A failure affects no other sandbox."""
+        """Attach a sandbox to the new process; return whether it succeeded. A failure affects no other sandbox. A plan
+        that the process refuses closes the network of the sandbox.
+        """
         sandbox = attached.box.record.id
-        if self._boxes.get(sandbox) is not attached:
-            return True  # it has ended, and its descriptor number may be in use again
-        try:
-            await self._attach(attached)
-        except CarrelError as error:
-            log.warning("sandbox %s has no outbound network: %s", sandbox, error)
-            return False
-        return True
+        async with attached.changing:
+            for _ in range(2):
+                if attached.known or self._boxes.get(sandbox) is not attached:
+                    return True  # it has ended, and its descriptor number may be in use again
+                asyncio.get_running_loop().remove_reader(attached.listener)
+                attached.known = True
+                try:
+                    await self._attach(attached)
+                except CarrelError as error:
+                    attached.known = False
+                    if not self._client.pid:
+                        break  # it has died, and the next process will get it
+                    log.warning("the network of sandbox %s is closed: %s", sandbox, error)
+                    attached.plan = shut(attached.plan, error)
+        return attached.known
 
     async def _refresh_all(self) -> None:
         while True:

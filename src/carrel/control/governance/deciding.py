@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from carrel.control.operations.call import Call
-from carrel.isolation.rootfs import WORKSPACE
+from carrel.isolation.inside import WORKSPACE
 from carrel.policy.rules.decide import (
     decide_environment,
     decide_file,

@@ -19,9 +19,8 @@ from carrel.control.operations.caller import Caller
 from carrel.control.sessions.masks import unmasked
 from carrel.control.sessions.owners import builds_image, discovers, whose
 from carrel.control.sessions.templates import Templates
-from carrel.egress.outbound.rules import EgressRules
 from carrel.errors import AlreadyExists, Conflict, InvalidRequest, PlatformError
-from carrel.isolation.rootfs import WORKSPACE
+from carrel.isolation.inside import WORKSPACE
 from carrel.models import Explanation, PolicyDocuments, PolicyInfo, PolicyWarning
 from carrel.policy.documents import settings as settings_document
 from carrel.policy.documents import sources as sources_document
@@ -172,6 +171,11 @@ class Policies:
         layer = await self._layer(context_id)
         return await run_to_end(lambda: self._info(context_id, record, layer))
 
+    async def version(self, context_id: str) -> int:
+        """Return the version of a context's policy; 0 if it has none."""
+        record = await self._store.get(context_id)
+        return 0 if record is None else record.version
+
     async def write(self, context_id: str, given: PolicyDocuments, by: str) -> PolicyInfo:
         """Write the documents of a context; refuse all of them when a rule cannot be read or would disable the policy.
         `PolicyChanges` updates running sandboxes.
@@ -313,6 +317,8 @@ def building_layer(policy: Policy, index: str | None) -> Layer:
     """
     registries: tuple[Registry, ...] | None = None
     if index is not None:
+        from carrel.egress.outbound.rules import EgressRules
+
         named = EgressRules(policy).packages.registries
         registries = None if named is None else tuple(each for each in named if each.name == index)
     pip = None if registries is None else PackageManager(registries=registries)

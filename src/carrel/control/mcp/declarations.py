@@ -16,7 +16,7 @@ from carrel.control.sessions.attachments import Attachment, Fork
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.connection import Json
 from carrel.errors import FileMissing, InvalidRequest
-from carrel.isolation.rootfs import WORKSPACE
+from carrel.isolation.inside import WORKSPACE
 from carrel.models import CommandRequest, EnvironmentRequest, McpServerRequest
 from carrel.models.files import DeleteRequest, StatRequest
 from carrel.models.operations import DELETE_FILE, STAT_FILE

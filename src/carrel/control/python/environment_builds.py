@@ -24,8 +24,8 @@ from carrel.control.operations.operations import OwnOperations
 from carrel.control.python.environment_checks import Lock, Requester, ResolvableRequest, lock_of
 from carrel.control.sessions.sessions import Sessions
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, PlatformError, Unsupported
+from carrel.isolation.inside import UV, WORKSPACE
 from carrel.isolation.launchers import SHARED_PIP_PLACE
-from carrel.isolation.rootfs import UV, WORKSPACE
 from carrel.isolation.tools import find_uv
 from carrel.models import CommandRequest, Network, SandboxInfo, SandboxRequest
 from carrel.models.images import HOST_IMAGE

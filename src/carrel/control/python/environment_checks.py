@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from packaging.utils import canonicalize_name
 
-from carrel.egress.outbound.rules import EgressRules
 from carrel.egress.plan import PackageIndex
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.models import Limits, Trust
@@ -154,6 +153,8 @@ def wanted(
     index: str | None,
 ) -> ResolvableRequest:
     """Return a request under a policy; `host` are the indexes if the policy names none. Refuses an unknown index."""
+    from carrel.egress.outbound.rules import EgressRules
+
     rules = EgressRules(policy, indexes=host).packages
     if not rules.enabled:
         raise InvalidRequest("this agent may not install packages", field="requirements")

@@ -33,7 +33,7 @@ from carrel.control.python.environment_holds import EnvironmentHolds
 from carrel.egress.index.host import host_index
 from carrel.egress.plan import PackageIndex
 from carrel.errors import CarrelError, Conflict, NotFound, PlatformError
-from carrel.isolation.rootfs import ENVIRONMENTS
+from carrel.isolation.inside import ENVIRONMENTS
 from carrel.models import EnvironmentInfo, EnvironmentList, EnvironmentPackage, EnvironmentRequest
 from carrel.policy.rules.layers import Policy
 from carrel.primitives import tasks

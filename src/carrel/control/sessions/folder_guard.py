@@ -1,12 +1,14 @@
 """Takes protected names away that appear in a folder while a sandbox works on it.
 
 Mounts protect what exists when a sandbox starts. What is made later, such as a hook in a new repository, would be used
-outside of the sandbox: so it is renamed as soon as it appears, never deleted. Everything is done by descriptors beneath
-the folder and follows no link: the agent may change the tree at any moment. Blocking; knows paths, not rules.
+outside of the sandbox: so it is renamed as soon as it appears, never deleted. A new git repository is left as long as
+it can run nothing. Everything is done by descriptors beneath the folder and follows no link: the agent may change the
+tree at any moment. Blocking; knows paths, not rules.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import unicodedata
@@ -14,8 +16,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from carrel.control.sessions.repository_checks import CONFIG, HOOKS, is_harmless
+from carrel.isolation.inside import WORKSPACE
 from carrel.isolation.masks import split
-from carrel.isolation.rootfs import WORKSPACE
 from carrel.primitives.inotify import Inotify
 from carrel.primitives.libc import open_without_links, rename_new
 
@@ -127,7 +130,9 @@ class FolderGuard:
     def __post_init__(self) -> None:
         self._top = open_without_links(self.folder, flags=_DIRECTORY)
         self._queue: Inotify | None = None
-        self._watched: dict[int, tuple[str, PatternPosition]] = {}
+        self._replaced: dict[str, None] = {}
+        self._watched: dict[int, tuple[str, PatternPosition | None]] = {}
+        """The path of each watch, and its position; None for a path that is examined again as a whole."""
 
     @property
     def fd(self) -> int:
@@ -153,8 +158,10 @@ class FolderGuard:
         """Take away what has appeared since the last call."""
         assert self._queue is not None
         held: list[Held] = []
+        again: dict[str, None] = {}
         for event in self._queue.read():
             if event.kind == "lost":
+                self._replaced |= dict.fromkeys(self.known or ())
                 return [*held, *self.sweep()]
             if event.kind == "ended":
                 self._watched.pop(event.watch, None)
@@ -163,9 +170,18 @@ class FolderGuard:
                 continue
             above, position = place
             name = os.fsdecode(event.name)
-            if (ahead := position.enter(name)) is not None:
-                held += self._hold(self._examine(above, name, ahead))
-        return held
+            if position is None:
+                again[above] = None  # once, however often it has changed
+            elif (ahead := position.enter(name)) is not None:
+                found = list(self._examine(above, name, ahead))
+                self._replaced |= dict.fromkeys(path for path in found if path in (self.known or ()))
+                held += self._hold(found)
+        return held + self._hold(again)
+
+    def take_replaced(self) -> list[str]:
+        """Return the known paths that `look` has seen appear again, once. Their mounts are gone."""
+        replaced, self._replaced = self._replaced, {}
+        return list(replaced)
 
     def _search(self, top: str, position: PatternPosition) -> Iterable[str]:
         """Yield the protected paths in a directory, watching every directory on the way that may get one."""
@@ -216,16 +232,18 @@ class FolderGuard:
         caught = position.protects or (position.leads_on and not directory)
         return caught and HELD not in name
 
-    def _watch(self, directory: int, path: str, position: PatternPosition) -> None:
+    def _watch(self, opened: int, path: str, position: PatternPosition | None, *, file: bool = False) -> bool:
+        """Watch a directory or a file, once `watch` was called; return False if it cannot be watched."""
         if self._queue is None:
-            return
-        if len(self._watched) >= MOST_WATCHES:
-            self.complete = False
-            return
+            return True
         try:
-            self._watched[self._queue.watch(directory)] = path, position
-        except OSError:  # the user's watches are used up
-            self.complete = False
+            if len(self._watched) >= MOST_WATCHES:
+                raise OSError(errno.ENOSPC, "too many watches")
+            self._watched[(self._queue.watch_file if file else self._queue.watch)(opened)] = path, position
+        except OSError as error:
+            self.complete = self.complete and error.errno == errno.EACCES  # nobody can read it, so it is taken away
+            return False
+        return True
 
     def _hold(self, found: Iterable[str]) -> list[Held]:
         paths, held = list(found), []
@@ -238,11 +256,27 @@ class FolderGuard:
             with suppress(OSError):  # gone by now
                 here = open_without_links(above or ".", self._top, _DIRECTORY)
                 try:
+                    if self._may_stay(here, path):
+                        continue
                     now = _take_away(here, name)
                 finally:
                     os.close(here)
                 held.append(Held(path, f"{above}/{now}" if above else now))
         return held
+
+    def _may_stay(self, directory: int, path: str) -> bool:
+        """Whether a path in an open directory belongs to a repository that can run nothing; it is watched then."""
+        above, _, name = path.rpartition("/")
+        if above.rpartition("/")[2] != ".git" or name not in {CONFIG, HOOKS}:
+            return False
+        with suppress(OSError):
+            found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+            try:
+                # First the watch: what changes after it is seen.
+                return self._watch(found, path, None, file=name == CONFIG) and is_harmless(directory, name)
+            finally:
+                os.close(found)
+        return False
 
 
 def _take_away(directory: int, name: str) -> str:

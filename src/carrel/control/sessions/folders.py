@@ -15,15 +15,18 @@ from dataclasses import replace
 
 from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.sessions.attachments import Attachment, LaunchPlan
-from carrel.errors import InvalidRequest, PlatformError, Unsupported
-from carrel.isolation.folder_mounts import UNAVAILABLE
-from carrel.isolation.rootfs import HOME, WORKSPACE
+from carrel.errors import InvalidRequest, LimitExceeded, PlatformError, Unsupported
+from carrel.isolation.inside import HOME, UNAVAILABLE, WORKSPACE
 from carrel.primitives.libc import open_without_links
 from carrel.primitives.trees import Identity, remove_tree
 from carrel.providers.base import Capability, FolderMounts, HostMount
 from carrel.store import SessionRecord
 from carrel.workspaces.layout import CANONICAL_UID, encode
+from carrel.workspaces.usage import max_entries, measure
 
+MB = 1024 * 1024
+HOME_FULL = "home full"
+"""The reason for the end of a sandbox whose home was too large. The next start measures the home."""
 _SHARED = ("/", "/home", "/media", "/mnt", "/opt", "/srv", "/tmp", "/var", "/var/cache", "/var/lib", "/var/log")
 """Directories that belong to the whole host. Folders in them are allowed, they themselves are not."""
 
@@ -31,9 +34,10 @@ _SHARED = ("/", "/home", "/media", "/mnt", "/opt", "/srv", "/tmp", "/var", "/var
 class Folders(Attachment):
     """Checks the folders of requests, and keeps the homes of folder contexts."""
 
-    def __init__(self, roots: Sequence[str], data_dir: str):
+    def __init__(self, roots: Sequence[str], data_dir: str, *, home_mb: int):
         self._roots = tuple(roots)
         self._data_dir = os.path.realpath(data_dir)
+        self._home_mb = home_mb
         self._homes = os.path.join(self._data_dir, "homes")
 
     async def plan(self, plan: LaunchPlan) -> LaunchPlan:
@@ -56,6 +60,8 @@ class Folders(Attachment):
                 hint="leave filespace out: the folder itself is where the files are",
             )
         plan.provider.require(Capability.FOLDERS)
+        if plan.previous is not None and plan.previous.end_reason == HOME_FULL:
+            await self.measure_home(record.context_id)
         await asyncio.to_thread(self._check, record)
         if await asyncio.to_thread(_is_home, record.workspace_path):
             return replace(plan, notice="the folder is a home directory: the sandbox sees the keys and logins in it")
@@ -66,6 +72,18 @@ class Folders(Attachment):
         if plan.record.workspace_path is None:
             return plan
         return replace(plan, folder=await asyncio.to_thread(self._mounts, plan.record))
+
+    async def measure_home(self, context_id: str) -> float:
+        """Return the seconds that it took to measure a kept home. `LimitExceeded` if the home is too large."""
+        home, most = self._home(context_id), self._home_mb
+        used = await measure(home, stop_bytes=most * MB, stop_entries=max_entries(most))
+        if used.bytes > most * MB or used.entries > max_entries(most):
+            raise LimitExceeded(
+                f"the kept home of context '{context_id}' has more than {most} MB, or {max_entries(most)} files",
+                field="workspace_path",
+                hint=f"delete files in {home}, or let the operator raise CARREL_SANDBOX_HOME_MB",
+            )
+        return used.seconds
 
     async def forget(self, caller: Caller | OwnWork, context_id: str) -> None:
         """Delete the kept home. The folder stays as it is."""

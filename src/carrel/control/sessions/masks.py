@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from carrel.control.operations.call import refusal
 from carrel.errors import InvalidRequest, Unsupported
+from carrel.isolation.inside import WORKSPACE
 from carrel.isolation.masks import MOST, Part, check_program, is_possible, split, unmaskable
-from carrel.isolation.rootfs import WORKSPACE
 from carrel.policy.rules.layers import Policy
 from carrel.policy.rules.patterns import Pattern
 from carrel.policy.rules.rules import Rule

@@ -98,7 +98,7 @@ class ProtectedFolders(Attachment):
         try:
             while True:
                 await readable(guard.fd)
-                looking = asyncio.ensure_future(self._look(box.record, guard))
+                looking = asyncio.ensure_future(self._look(box, guard))
                 try:
                     await asyncio.shield(looking)
                 except asyncio.CancelledError:
@@ -111,8 +111,16 @@ class ProtectedFolders(Attachment):
         finally:
             await run_to_end(guard.close)  # the kernel takes milliseconds to end its watches
 
-    async def _look(self, record: SessionRecord, guard: FolderGuard) -> None:
-        await self._report(record, guard, await asyncio.to_thread(guard.look))
+    async def _look(self, box: LiveSandbox, guard: FolderGuard) -> None:
+        held = await asyncio.to_thread(guard.look)
+        if replaced := guard.take_replaced():
+            log.info("sandbox %s: replaced on the host: %s", box.record.id, ", ".join(replaced)[:500])
+            try:
+                await box.provider.protect(box.handle, replaced)
+            except PlatformError as error:
+                words = f"{error.detail}: {', '.join(replaced)}; stop the sandbox and start it again"
+                await self._notes.write(box.record, notice=words[:2000])
+        await self._report(box.record, guard, held)
 
     async def _report(self, record: SessionRecord, guard: FolderGuard, held: Sequence[Held]) -> None:
         """Record what was taken away, and tell the owner of the session."""

@@ -21,7 +21,7 @@ from carrel.control.python.environment_checks import requirements_of
 from carrel.control.sessions.attachments import Attachment
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
-from carrel.isolation.rootfs import WORKSPACE
+from carrel.isolation.inside import WORKSPACE
 from carrel.models import Limits, SandboxRequest, State, TemplateInfo, TemplateList
 from carrel.policy.documents import recipes
 from carrel.policy.documents import settings as settings_document

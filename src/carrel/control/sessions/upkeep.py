@@ -31,7 +31,7 @@ from carrel.models import AuditPruned
 from carrel.store import SessionStore
 from carrel.workspaces.usage import max_entries, measure, verdict
 
-log = logging.getLogger("carrel.janitor")
+log = logging.getLogger("carrel.upkeep")
 
 FLUSH_EVERY = 3.0
 BUSY_EVERY = 1.0

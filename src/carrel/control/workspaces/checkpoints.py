@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
+from carrel.audit import AuditEntry, AuditLog, chain_of
 from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.operations.operations import Operations
 from carrel.control.sessions.attachments import Attachment, LaunchPlan
@@ -38,14 +39,16 @@ log = logging.getLogger("carrel.checkpoints")
 
 MOST_CHANGES = 10_000
 _MOST_OMITTED = 1000
+_MOST_CLEARED = 100
 _TYPES = {EntryKind.FILE: "file", EntryKind.DIRECTORY: "directory", EntryKind.LINK: "link"}
 
 
 class RunCheckpoints(Attachment):
     """Records a folder before a sandbox starts on it, and when the sandbox has ended."""
 
-    def __init__(self, store: CheckpointStore, *, enabled: bool, keep_runs: int, max_bytes: int):
+    def __init__(self, store: CheckpointStore, audit: AuditLog, *, enabled: bool, keep_runs: int, max_bytes: int):
         self._store = store
+        self._audit = audit
         self._enabled = enabled
         self._keep_runs = keep_runs
         self._max_bytes = max_bytes
@@ -63,15 +66,28 @@ class RunCheckpoints(Attachment):
         if not self._enabled or context is None or folder is None:
             return
         try:
-            await run_to_end(lambda: self._end(context, folder))
+            cleared = await run_to_end(lambda: self._end(context, folder))
         except CarrelError as error:  # the session ends anyway; an undo compares with the folder of then
             log.warning("the folder of context '%s' was not recorded at the end of its run: %s", context, error)
+            return
+        for path in cleared[:_MOST_CLEARED]:
+            log.warning("sandbox %s: the changed file %s had set-id bits, which were removed", record.id, path)
+            chain, arguments = chain_of(context, record.id), {"path": path}
+            entry = AuditEntry(chain, "carrel", "file", "clear_set_ids", decision="deny", arguments=arguments)
+            (await self._audit.begin(entry)).end()
 
-    def _end(self, context: str, folder: str) -> None:
+    def _end(self, context: str, folder: str) -> list[str]:
+        """Record the end of the run; return the files whose set-id bits were removed."""
         starts = [each for each in self._store.all_of(context) if each.kind is CheckpointKind.START]
+        cleared: list[str] = []
         if starts and starts[-1].folder == folder and self._store.end_of(starts[-1]) is None:
-            self._store.take(context, folder, CheckpointKind.END, begin=starts[-1].id)
+            start = starts[-1]
+            end = self._store.take(context, folder, CheckpointKind.END, begin=start.id)
+            cleared = self._store.clear_set_ids(start, end)
+            if cleared:  # the newest end of a run counts
+                self._store.take(context, folder, CheckpointKind.END, begin=start.id)
         self._store.prune(context, self._keep_runs)
+        return cleared
 
     async def forget(self, caller: Caller | OwnWork, context_id: str) -> None:
         """Delete the checkpoints of a context."""

@@ -12,7 +12,7 @@ from urllib.parse import unquote_to_bytes
 
 from carrel.egress.access import AccessRefused, BadRequest, BadResponse
 from carrel.egress.http.messages import Header, ResponseHead
-from carrel.egress.plan import Injected
+from carrel.egress.plan import Injected, placeholder
 from carrel.errors import InvalidRequest
 from carrel.redaction.redact import Redactor
 
@@ -27,11 +27,6 @@ _OVERRIDES = frozenset(
     b"x-http-method-override x-http-method x-method-override x-original-url x-rewrite-url x-forwarded-host "
     b"x-forwarded-prefix x-forwarded-uri x-host forwarded".split()
 )
-
-
-def placeholder(name: str) -> str:
-    """Return the text that the sandbox gets in place of the value."""
-    return f"carrel-placeholder-{name}"
 
 
 class Credentials:

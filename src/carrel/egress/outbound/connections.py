@@ -21,7 +21,7 @@ from carrel.egress.index.front import AllowedPackages, Front, InstallBudget
 from carrel.egress.outbound.budget import Budget, Meter
 from carrel.egress.outbound.rules import EgressRules
 from carrel.egress.plan import EgressPlan, PackageIndex
-from carrel.isolation.sandbox import PROXY_PORT
+from carrel.isolation.inside import PROXY_PORT
 from carrel.policy.rules import addresses
 from carrel.policy.verdict import Verdict
 from carrel.primitives.cache import Cache

@@ -33,6 +33,7 @@ from carrel.errors import (
 from carrel.integrations.langgraph.approvals import InterruptAnswer, PendingApproval
 from carrel.integrations.langgraph.workspace import Workspace, own_id
 from carrel.integrations.text import one_line
+from carrel.integrations.tool_results import refusal_text
 
 Runtime = ToolRuntime[Any, Any]
 
@@ -98,15 +99,7 @@ class GraphCall:
 
 def refused(error: CarrelError) -> ToolReply:
     """Describe an error for the model, with the same problem object as in every protocol."""
-    problem = error.problem()
-    lines = [f"{problem['title']}: {error.detail}"]
-    if isinstance(error, Denied):
-        if error.rule:
-            lines.append(f"rule: {error.rule}")
-        lines.append("try again later" if error.extra.get("retry") else "do not try the same again")
-    if error.hint:
-        lines.append(f"hint: {error.hint}")
-    return ToolReply(text="\n".join(lines), artifact=dict(problem), error=True)
+    return ToolReply(text=refusal_text(error), artifact=dict(error.problem()), error=True)
 
 
 async def perform(

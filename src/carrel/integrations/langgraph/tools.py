@@ -17,6 +17,7 @@ from carrel.errors import Conflict, NotFound, NotRunning, RunsElsewhere
 from carrel.integrations.langgraph.operation import Attempt, Runtime, ToolReply, perform
 from carrel.integrations.langgraph.workspace import Workspace
 from carrel.integrations.text import printable
+from carrel.integrations.tool_results import cut_middle, ending
 from carrel.models import MAX_TIMEOUT_S, CommandResult, FileInfo, FileKind
 from carrel.models.base import MAX_PATH
 
@@ -207,23 +208,15 @@ def describe_result(result: CommandResult) -> ToolReply:
         parts.append(f"[standard error]\n{shorten(result.stderr.rstrip(chr(10)))}")
     if result.dropped_bytes:
         parts.append(f"[{result.dropped_bytes} more bytes of output were not kept]")
-    if result.timed_out:
-        parts.append("[timed out and killed]")
-    elif result.oom_killed:
-        parts.append("[killed: out of memory]")
-    elif result.signal is not None:
-        parts.append(f"[killed by {result.signal}]")
-    elif result.exit_code:
-        parts.append(f"[exit code {result.exit_code}]")
+    if not result.ok or result.timed_out:
+        parts.append(f"[{ending(result)}]")
     return ToolReply(text="\n".join(parts) or "(no output)", artifact=_ending(result), error=False)
 
 
 def shorten(text: str, most: int = MOST_CHARACTERS) -> str:
     """Shorten a text to its beginning and its end, with a remark between them."""
-    if len(text) <= most:
-        return text
     half = most // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
+    return cut_middle(text, f"[… {len(text) - most} characters left out …]", head=most - half, tail=half)
 
 
 def _ending(result: CommandResult) -> dict[str, object]:

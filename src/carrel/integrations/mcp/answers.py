@@ -1,7 +1,4 @@
-"""Answers of tools: text for the model, a value for programs, images, and errors. Pure.
-
-All errors have the same form, so that a model has to learn it only once.
-"""
+"""Answers of tools: text for the model, a value for programs, images, and errors. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +8,9 @@ from dataclasses import dataclass, field
 
 from mcp import types
 
-from carrel.errors import ApprovalNeeded, CarrelError, Denied, LimitExceeded, PlatformError
+from carrel.errors import ApprovalNeeded, CarrelError, LimitExceeded, PlatformError
 from carrel.integrations.text import sendable_text
+from carrel.integrations.tool_results import hint, refusal_text
 
 _LEFT_OUT = {"type", "title", "status"}
 
@@ -68,30 +66,16 @@ def refusal(error: CarrelError) -> dict[str, object]:
 
 
 def _words(error: CarrelError, tool: str) -> str:
-    if isinstance(error, ApprovalNeeded):
-        until = error.extra.get("expires_at")
-        return (
-            f"A person has to approve this first: {error.reason}\n"
-            f"Approval {error.approval} waits" + (f" until {until}" if isinstance(until, str) else "") + ".\n"
-            f"What happens next: a person approves it (`carrel approve {error.approval}`) or denies it; you cannot. "
-            f"Report the person, do something else meanwhile, then call {tool} again with exactly the same arguments "
-            f'and "approval": "{error.approval}". It then runs once.' + _hint(error)
-        )
-    if isinstance(error, Denied):
-        rule = f" (rule {error.rule})" if error.rule else ""
-        again = "" if error.extra.get("retry") else "\nTrying again changes nothing: choose another way."
-        return f"Denied: {error.reason}{rule}{again}" + _hint(error)
-    if isinstance(error, PlatformError):
-        return (
-            f"carrel itself failed, not what you asked for: {error.detail}\n"
-            "It is not known whether anything was done. Try again later, or tell the person." + _hint(error)
-        )
-    where = f" [{error.field}]" if error.field else ""
-    return f"Not done: {error.detail}{where}" + _hint(error)
-
-
-def _hint(error: CarrelError) -> str:
-    return f"\nHint: {error.hint}" if error.hint else ""
+    if not isinstance(error, ApprovalNeeded):
+        return refusal_text(error)
+    until = error.extra.get("expires_at")
+    return (
+        f"A person has to approve this first: {error.reason}\n"
+        f"Approval {error.approval} waits" + (f" until {until}" if isinstance(until, str) else "") + ".\n"
+        f"What happens next: a person approves it (`carrel approve {error.approval}`) or denies it; you cannot. "
+        f"Report the person, do something else meanwhile, then call {tool} again with exactly the same arguments "
+        f'and "approval": "{error.approval}". It then runs once.' + hint(error)
+    )
 
 
 def _clean(value: object) -> object:

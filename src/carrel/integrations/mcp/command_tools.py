@@ -14,6 +14,7 @@ from carrel.errors import InvalidRequest, NotFound
 from carrel.integrations.mcp.answers import ToolAnswer
 from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall
 from carrel.integrations.mcp.output import Capture
+from carrel.integrations.tool_results import ending, joined
 from carrel.models import CommandInfo
 from carrel.models.base import MAX_PATH, MAX_TIMEOUT_S, CommandText, EnvName, NoNul, Request
 
@@ -166,21 +167,8 @@ def ending_of(info: CommandInfo) -> str:
     """Say in one line how a command ended."""
     if info.running:
         return "[it still runs]"
-    if info.timed_out:
-        how = "timed out: killed with everything it started"
-    elif info.oom_killed:
-        how = "killed: out of memory"
-    elif info.signal is not None:
-        how = f"killed by {info.signal}"
-    else:
-        how = f"exit code {info.exit_code}"
     dropped = f"; {info.dropped_bytes} bytes of output beyond the limit were not kept" if info.dropped_bytes else ""
-    return f"[{how}, {info.duration_ms / 1000:.1f} s{dropped}]"
-
-
-def joined(output: str, ending: str) -> str:
-    """Append a line to output."""
-    return output + ("" if not output or output.endswith("\n") else "\n") + ending
+    return f"[{ending(info)}, {info.duration_ms / 1000:.1f} s{dropped}]"
 
 
 async def _stop(call: ToolCall, given: StopCommand) -> ToolAnswer:

@@ -8,13 +8,13 @@ LIMIT = 50_000
 """The most bytes of output in one answer."""
 
 HEAD = 30_000
-_TAIL = LIMIT - HEAD
+TAIL = LIMIT - HEAD
 
 
 class Capture:
     """Keeps the first and the last bytes of an output; stdout and stderr in the order they were written."""
 
-    def __init__(self, offset: int = 0, *, head: int = HEAD, tail: int = _TAIL):
+    def __init__(self, offset: int = 0, *, head: int = HEAD, tail: int = TAIL):
         self.total = 0
         self.last_line = ""
         self.offset = offset
@@ -108,10 +108,3 @@ def boundary(data: bytes, at: int) -> int:
 def decoded(data: bytes | bytearray) -> str:
     """Decode bytes; those that are not UTF-8 are replaced."""
     return data.decode("utf-8", "replace")
-
-
-def cut_middle(text: str, marker: str, *, head: int = HEAD, tail: int = _TAIL) -> str:
-    """Cut the middle out of a text that is too long."""
-    if len(text) <= head + tail:
-        return text
-    return f"{text[:head]}\n{marker}\n{text[-tail:]}"

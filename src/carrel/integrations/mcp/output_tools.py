@@ -11,9 +11,10 @@ from carrel.client import AsyncSandbox
 from carrel.errors import InvalidRequest, NotFound
 from carrel.integrations.mcp.answers import ToolAnswer
 from carrel.integrations.mcp.calls import Tool, ToolCall
-from carrel.integrations.mcp.command_tools import OUTPUT, ending_of, facts, joined, opened
+from carrel.integrations.mcp.command_tools import OUTPUT, ending_of, facts, opened
 from carrel.integrations.mcp.output import LIMIT, Reading
 from carrel.integrations.mcp.python_tools import CELL, cell_handle, cell_text
+from carrel.integrations.tool_results import joined
 from carrel.models import CommandInfo
 from carrel.models.base import Request
 

@@ -11,8 +11,9 @@ from pydantic import Field
 from carrel.client import AsyncCodeContext, AsyncSandbox
 from carrel.integrations.mcp.answers import Image, ToolAnswer
 from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall
-from carrel.integrations.mcp.command_tools import TIDY_S, joined, run_and_follow
-from carrel.integrations.mcp.output import Capture, cut_middle
+from carrel.integrations.mcp.command_tools import TIDY_S, run_and_follow
+from carrel.integrations.mcp.output import HEAD, TAIL, Capture
+from carrel.integrations.tool_results import cut_middle, joined
 from carrel.models import MAX_PYTHON_TIMEOUT_S, CellResult, CodeContextName
 from carrel.models.base import MAX_CODE
 from carrel.models.environments import EnvironmentName
@@ -79,7 +80,8 @@ def shown_cell(result: CellResult) -> ToolAnswer:
     """Return the answer for a cell, with its images."""
     text = cell_text(result)
     handle = cell_handle(result, text)
-    output = cut_middle(text, f'[the middle is left out here: read_output with handle "{handle}" has all of it]')
+    marker = f'[the middle is left out here: read_output with handle "{handle}" has all of it]'
+    output = cut_middle(text, marker, head=HEAD, tail=TAIL)
     images, too_large = _images(result)
     lines = [_ending(result), *too_large]
     if result.fresh and result.number <= 1:

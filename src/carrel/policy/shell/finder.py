@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from carrel.policy.shell import commands, cross_check
+from carrel.policy.shell import commands
 from carrel.policy.shell.arguments import Argument, Unknown, joined, literal, shown, value
 from carrel.policy.shell.builtins import BUILTINS, SHELL_WORDS, BuiltinCall, expanded, positional
 from carrel.policy.shell.cursor import check
@@ -174,6 +174,8 @@ class _Finder:
         if self._depth > MAX_NESTING:
             raise Unreadable("scripts inside scripts are nested too deeply")
         block = commands.read(text, self.facts, dialect)
+        from carrel.policy.shell import cross_check  # loads a grammar, and a list of arguments needs none
+
         for objection in cross_check.objections(text, self.facts.starts, self.facts.budget):
             self.facts.ask(objection)
         self._block(block)

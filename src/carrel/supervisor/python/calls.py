@@ -204,4 +204,4 @@ def put_files(files: Files, given: object) -> list[Stamp]:
         path: decode_base64("" if text is None else text, f"the content of {path[:200]!r}", "files")
         for path, text in (given or {}).items()
     }
-    return [files.write_bytes(path, data, None) for path, data in decoded.items()]
+    return [files.write_bytes(path, data) for path, data in decoded.items()]

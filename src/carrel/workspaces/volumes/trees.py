@@ -66,20 +66,6 @@ class Tree:
     entries: dict[bytes, Node] = field(default_factory=dict)
 
 
-def pack_tree(tree: Tree) -> bytes:
-    """Encode a directory; equal directories give equal bytes."""
-    parts: dict[bytes, tuple[object, ...]] = {}
-    for name, node in tree.entries.items():
-        if node.kind is EntryKind.DIRECTORY:
-            parts[name] = (1, node.tree)
-        elif node.kind is EntryKind.LINK:
-            parts[name] = (2, node.mtime_ns, node.target)
-        else:
-            attributes = _sorted(node.xattrs)
-            parts[name] = (0, node.mode, node.mtime_ns, node.size, node.extents, attributes, node.group or b"")
-    return pack_entries(tree.mode, tree.mtime_ns, tree.xattrs, parts)
-
-
 def pack_entries(
     mode: int, mtime_ns: int, xattrs: dict[str, bytes] | None, parts: dict[bytes, tuple[object, ...]]
 ) -> bytes:
