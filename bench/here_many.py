@@ -30,7 +30,7 @@ IN_DIRECTORY = 20
 AGAIN = 5
 STEPS = 5
 LARGEST = 200_000
-GIT = ["git", "-c", "user.name=bench", "-c", "user.email=bench@example.com", "-c", "gc.auto=0"]
+GIT = ["git", "-c", "user.name=bench", "-c", "user.email=bench@example.com", "-c", "gc.auto=0", "-c", "pack.window=0"]
 
 
 @dataclass

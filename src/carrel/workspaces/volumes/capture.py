@@ -308,9 +308,12 @@ def _look(
             continue
         kind = stat.S_IFMT(info.st_mode)
         if kind == stat.S_IFDIR:
-            known_before = before is not None and name in before.folders
             # A directory that was recorded once stays recorded: a program cannot hide it by making a rule match.
-            if name in rules.may_ignore and not known_before and rules.ignores(visited, name):
+            if (
+                name in rules.may_ignore
+                and (before is None or name not in before.folders)
+                and rules.ignores(visited, name)
+            ):
                 visited.leave_out(name)
                 listing = b""
                 continue
