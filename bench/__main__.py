@@ -65,6 +65,7 @@ BENCHMARKS = {
         Benchmark("mcp", "a call of a hosted MCP server's tool beside the same server over pipes"),
         Benchmark("audit", "appending to the audit log, searching a million records, verifying"),
         Benchmark("here_start", "what `carrel here` adds to the start of a program"),
+        Benchmark("here_many", "`carrel here` on a folder of 100,000 files: first start, later ones, checkpoints"),
         Benchmark("here_build", "git, tests and make in `carrel here` beside the same done directly"),
     )
 }

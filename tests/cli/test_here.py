@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,19 @@ def test_keys_of_the_terminal_stop_and_continue_the_program(env: dict[str, str],
     shell.wait(b"code 130\r")
     shell.type(b"exit\r")
     assert shell.end() == 0
+
+
+def test_person_is_told_what_a_long_start_waits_for(env: dict[str, str], folder: Path) -> None:
+    program = (
+        "from carrel.cli.here import waiting; waiting.FIRST_S = 0.01\n"
+        "with waiting.explained('recording'): input()\n"
+        "print('done')"
+    )
+    screen = Screen([sys.executable, "-c", program], env, folder)
+    screen.wait(b"carrel: recording (0 s)")
+    screen.type(b"\r")
+    screen.wait(b"\x1b[2K\rdone")  # the line is gone
+    assert screen.end() == 0
 
 
 def test_ten_megabytes_are_pasted_without_loss(env: dict[str, str], folder: Path) -> None:

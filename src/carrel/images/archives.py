@@ -56,7 +56,7 @@ class _Source(Protocol):
     def close(self) -> None: ...
 
 
-class _Folder:
+class _LayoutFolder:
     def __init__(self, path: str):
         self._root = os.path.realpath(path)
 
@@ -149,7 +149,7 @@ class _Import:
         plain = f"{self._storage.partial_path('import')}.{secrets.token_hex(8)}"
         try:
             if os.path.isdir(self._path):
-                self._source = _Folder(self._path)
+                self._source = _LayoutFolder(self._path)
             elif _is_gzip(self._path):
                 self._gunzip(plain)
                 self._source = _Tar(plain)

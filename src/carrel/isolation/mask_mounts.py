@@ -15,7 +15,7 @@ import json
 import os
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -219,43 +219,52 @@ def _attach(covers: int, name: str, path: str) -> None:
 # what is hidden
 
 
-def expand(patterns: Sequence[str], *, further: bool = False) -> Iterator[str]:
-    """Yield the paths that match now, and files where a pattern has a directory; with `further` also the paths inside
-    directories that match.
+def expand(patterns: Sequence[str]) -> Iterator[str]:
+    """Yield the paths that match now, and files where a pattern has a directory.
 
     Such a file, like a `.git` that names another directory, would lead programs to what it names instead.
     """
-    return (path for path, _ in search(patterns, further=further, on_way=True))
+    return (path for path, _ in _matches(patterns, on_way=True))
 
 
-def search(patterns: Sequence[str], *, further: bool = False, on_way: bool = False) -> Iterator[tuple[str, int]]:
+def search(patterns: Sequence[str]) -> Iterator[tuple[str, int]]:
     """Yield the paths that match now, each with the number of directories above it that must keep their names for the
-    pattern to match again. Paths that the sandbox itself needs are skipped, those beside them are not.
+    pattern to match again.
+    """
+    return ((path, min(_needed(split(each)) for each in meant)) for path, meant in _matches(patterns))
+
+
+def _matches(
+    patterns: Sequence[str], *, further: Collection[str] = (), on_way: bool = False
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the paths that match now, with their patterns. Inside a directory that matches, the search goes on only if
+    all of its patterns are in `further`. Paths that the sandbox itself needs are skipped, those beside them are not.
 
     Links of the workspace are not followed, because they could lead anywhere: a link on the way matches itself. With
     `on_way` a file on the way does so too.
     """
-    walks: dict[str, list[tuple[tuple[Part, ...], int]]] = {}
+    walks: dict[str, list[str]] = {}
+    rests: dict[str, tuple[Part, ...]] = {}
     for pattern in patterns:
         parts = split(pattern)
         fixed = next((index for index, part in enumerate(parts) if not isinstance(part, str)), len(parts))
         top = "/" + "/".join(str(part) for part in parts[:fixed])
         if (link := _link_above(top, files=on_way)) is not None:
-            yield link, _ALL
+            yield link, [pattern]
         elif parts[fixed:] in {(), (None,)} or os.path.islink(top):
-            yield from ((path, _ALL) for path in _maskable(top))
+            yield from ((path, [pattern]) for path in _maskable(top))
         else:
-            walks.setdefault(top, []).append((parts[fixed:], _needed(parts)))
+            walks.setdefault(top, []).append(pattern)
+            rests[pattern] = parts[fixed:]
     left = LARGEST_WALK
-    for top, rests in walks.items():
-        needed = [above for _, above in rests]
-        for path, meant, visited in _walk(top, [rest for rest, _ in rests], further=further, on_way=on_way):
+    for top, found in walks.items():
+        ends = frozenset(index for index, each in enumerate(found) if each not in further)
+        for path, meant, visited in _walk(top, [rests[each] for each in found], ends, on_way=on_way):
             left -= visited
             if left < 0:
                 raise PlatformError(f"more than {LARGEST_WALK} files had to be searched for paths to mask")
             if path is not None:
-                above = min(needed[index] for index in meant)
-                yield from ((each, above) for each in _maskable(path))
+                yield from ((each, [found[index] for index in meant]) for each in _maskable(path))
 
 
 def _needed(parts: tuple[Part, ...]) -> int:
@@ -295,18 +304,32 @@ def _maskable(path: str) -> Iterator[str]:
         yield from _maskable(f"{path.rstrip('/')}/{name}")
 
 
-_States = set[tuple[int, int]]
+_States = frozenset[tuple[int, int]]
+"""The patterns that may match at or below a path: the index of each, and how many of its parts lie behind."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the patterns say about the entries of a directory. Most directories of a tree share one."""
+
+    names: frozenset[str] | None
+    """The names that lead elsewhere than every other name; None where a test has to decide."""
+    others: _States
+    """Where every other name leads."""
+    only_directories: bool
+    """Whether other names mean something only if they are directories."""
 
 
 def _walk(
-    top: str, rests: list[tuple[Part, ...]], *, further: bool, on_way: bool
-) -> Iterator[tuple[str | None, tuple[int, ...], int]]:
+    top: str, rests: list[tuple[Part, ...]], ends: frozenset[int], *, on_way: bool
+) -> Iterator[tuple[str | None, list[int], int]]:
     """Yield matches beneath a directory, with their patterns and the number of files read since the last one. Links are
-    not followed.
+    not followed. A directory that a pattern of `ends` matches is not entered.
 
     Nothing can be mounted at a path that is too long. So a directory matches itself when it contains a match, or may
     contain one, beyond the longest path.
     """
+    steps: dict[_States, _Step] = {}
     stack = [(top, _ready(rests, ((index, 0) for index in range(len(rests)))))]
     visited = 0
     while stack:
@@ -317,40 +340,56 @@ def _walk(
             listing = os.scandir(path)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             continue  # the agent cannot read it either
-        names = _names_ahead(rests, states)
-        others = set() if names is None else _ready(rests, _ahead(rests, states, "/"))  # as no name is
+        if states not in steps:
+            steps[states] = _entries_step(rests, states)
+        step = steps[states]
+        names, only_directories = step.names, step.only_directories
         with listing:
-            for entry in listing:
+            for entry in listing:  # runs for every file of a workspace, most of which no pattern names
                 visited += 1
-                if names is not None and entry.name not in names:
-                    if not others:
-                        continue
-                    ahead = others
-                else:
-                    ahead = _ready(rests, _ahead(rests, states, entry.name))
-                child = f"{path.rstrip('/')}/{entry.name}"
-                meant = tuple(index for index, at in ahead if at == len(rests[index]))
-                below = ahead and entry.is_dir(follow_symlinks=False)
-                if on_way and ahead and not meant and not below:  # a file or a link where a name of a pattern leads on
-                    meant = tuple(index for index, at in ahead if at and rests[index][at - 1] is not None)
+                name = entry.name
+                other = names is not None and name not in names
+                if other and only_directories and not entry.is_dir(follow_symlinks=False):
+                    continue
+                ahead = step.others if other else _ready(rests, _ahead(rests, states, name))
+                if not ahead:
+                    continue
+                child = f"{path.rstrip('/')}/{name}"
+                meant = _meant(rests, ahead)
+                below = entry.is_dir(follow_symlinks=False)
+                if on_way and not meant and not below:
+                    meant = _on_way(rests, ahead)
                 if (meant or below) and len(os.fsencode(child)) > LONGEST_PATH:
-                    yield path, tuple({index for index, _ in ahead}), visited
+                    yield path, list({index for index, _ in ahead}), visited
                     visited = 0
                     break
                 if meant:
                     yield child, meant, visited
                     visited = 0
-                if (further or not meant) and below:
+                if below and ends.isdisjoint(meant):
                     stack.append((child, ahead))
-        yield None, (), visited
+        yield None, [], visited
         visited = 0
 
 
-def _names_ahead(rests: list[tuple[Part, ...]], states: _States) -> set[str] | None:
-    """Return the names that lead elsewhere than every other name; None where a test has to decide."""
+def _entries_step(rests: list[tuple[Part, ...]], states: _States) -> _Step:
     ahead = [rests[index][at] for index, at in states if at < len(rests[index])]
-    names = {part for part in ahead if isinstance(part, str)}
-    return names if all(part is None or isinstance(part, str) for part in ahead) else None
+    if not all(part is None or isinstance(part, str) for part in ahead):
+        return _Step(None, frozenset(), only_directories=False)
+    names = frozenset(part for part in ahead if isinstance(part, str))
+    others = _ready(rests, _ahead(rests, states, "/"))  # as no name is
+    only_directories = not _meant(rests, others) and not _on_way(rests, others)
+    return _Step(names, others, only_directories)
+
+
+def _meant(rests: list[tuple[Part, ...]], states: _States) -> list[int]:
+    """Return the patterns that end here."""
+    return [index for index, at in states if at == len(rests[index])]
+
+
+def _on_way(rests: list[tuple[Part, ...]], states: _States) -> list[int]:
+    """Return the patterns that lead on from a name of theirs, and so mean what they find in its place."""
+    return [index for index, at in states if at and rests[index][at - 1] is not None]
 
 
 def _ahead(rests: list[tuple[Part, ...]], states: _States, name: str) -> Iterator[tuple[int, int]]:
@@ -366,7 +405,7 @@ def _ready(rests: list[tuple[Part, ...]], states: Iterable[tuple[int, int]]) -> 
     """Return these states and those after a part that may match no name at all (`**`)."""
     found = set(states)
     found.update([(index, at + 1) for index, at in found if at < len(rests[index]) and rests[index][at] is None])
-    return found
+    return frozenset(found)
 
 
 # what can be written
@@ -404,10 +443,10 @@ def _unwritable(patterns: Sequence[str]) -> tuple[list[str], dict[str, bool]]:
     """Return the paths to make read-only, none inside another; and those that must only keep their name, with whether
     each is a directory: links, and directories without `/**`.
     """
-    whole = [pattern for pattern in patterns if pattern.endswith("/**")]
-    single = [pattern for pattern in patterns if not pattern.endswith("/**")]
-    found = dict.fromkeys(_bounded(expand(single, further=True)), False)
-    found |= dict.fromkeys(_bounded(expand(whole)), True)
+    single = {pattern for pattern in patterns if not pattern.endswith("/**")}
+    found: dict[str, bool] = {}
+    for path, meant in _bounded(_matches(patterns, further=single, on_way=True)):
+        found[path] = found.get(path, False) or not single.issuperset(meant)
     busy: dict[str, bool] = {}
     readonly: list[str] = []
     for path, with_all in sorted(found.items(), key=lambda item: item[0].split("/")):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
 
 from carrel.primitives import walk
 from carrel.workspaces.volumes.capture import Rules
@@ -36,11 +37,11 @@ MOST_NAMED = 100
 _LONGEST_SHOWN = 1000
 
 
-def is_build_folder(path: str, name: str, beside: Collection[str], always: Collection[str] = IGNORED) -> bool:
+def is_build_folder(path: str, name: str, beside: AbstractSet[str], always: Collection[str] = IGNORED) -> bool:
     """Return whether a directory is left out. `path` is the directory that it is in, `beside` are the names there."""
-    if ".git" in path.split("/"):
+    if name not in always and beside.isdisjoint(_BESIDE.get(name, ())):
         return False
-    return name in always or not set(beside).isdisjoint(_BESIDE.get(name, ()))
+    return ".git" not in path.split("/")
 
 
 class FolderRules(Rules):
@@ -60,7 +61,7 @@ class FolderRules(Rules):
         """Return whether this is a build folder, outside of `.git`."""
         if visited.path_bytes > walk.LONGEST_PATH:
             return False
-        beside = () if name in self._always else {entry for entry, _ in visited.entries}
+        beside = set() if name in self._always else {entry for entry, _ in visited.entries}
         if not is_build_folder(visited.path, name, beside, self._always):
             return False
         self.ignored_count += 1

@@ -113,5 +113,9 @@ def test_a_snapshot_removed_meanwhile_is_not_taken_for_an_empty_one(
             driver.delete_snapshot("s")
             return super().put(data)
 
+        def put_all(self, contents: list[bytes]) -> list[bytes]:
+            driver.delete_snapshot("s")
+            return super().put_all(contents)
+
     with Deleting(target) as batch, pytest.raises(NotFound):
         driver.export_objects("s", target, batch, {})

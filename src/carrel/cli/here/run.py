@@ -23,6 +23,7 @@ from carrel.cli.here.server import FolderServer, client_directory, found_or_star
 from carrel.cli.here.setup import HereSetup, setup_for
 from carrel.cli.here.streams import Attached, exit_code, has_terminal, terminal_size
 from carrel.cli.here.tools import HOME, FoundTool, find_tool
+from carrel.cli.here.waiting import explained
 from carrel.cli.here.wire import LocalWire
 from carrel.cli.here.words import TYPED, HereOptions
 from carrel.errors import ApprovalNeeded, CarrelError, InvalidRequest, NotFound, NotRunning, ServerUnreachable
@@ -76,7 +77,8 @@ def run(options: HereOptions) -> int:
         finally:
             questions.close()
             if alone():
-                _stop(server, wire, path)
+                with explained("ending; the changes of the folder are recorded", after_output=True):
+                    _stop(server, wire, path)
         _summarise(options, server, context, began, code, questions)
         return code
 
@@ -255,7 +257,8 @@ def _prepare(
     }
     if options.image is not None:
         body["image"] = options.image
-    sandbox = wire.request("POST", "/v1/sandboxes", body, timeout=None)
+    with explained("starting; the folder is recorded first, so that changes can be undone"):
+        sandbox = wire.request("POST", "/v1/sandboxes", body, timeout=None)
     request: dict[str, Any] = {
         "command": [tool.command, *command[1:]],
         "cwd": folder,

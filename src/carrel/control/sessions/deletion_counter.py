@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from carrel.primitives.inotify import Inotify, NameEvent
 from carrel.primitives.libc import open_without_links
@@ -89,7 +89,7 @@ class DeletionCounter:
         name = os.fsdecode(event.name)
         path = _join(above, name)
         if event.directory:
-            if event.kind == "appeared" and not self._is_ignored(above, name, ()):
+            if event.kind == "appeared" and not self._is_ignored(above, name, set()):
                 self._search(path, new=True)
         elif event.kind == "gone":
             self._lose(watch, above, {name})
@@ -182,8 +182,8 @@ class DeletionCounter:
         finally:
             os.close(here)
 
-    def _is_ignored(self, path: str, name: str, beside: Iterable[str]) -> bool:
-        return is_build_folder(path, name, tuple(beside), self._ignored)
+    def _is_ignored(self, path: str, name: str, beside: set[str]) -> bool:
+        return is_build_folder(path, name, beside, self._ignored)
 
 
 def _entries(directory: int) -> tuple[set[str], list[str]]:

@@ -53,6 +53,9 @@ class PatternPosition:
 
     __slots__ = ("_fixed", "_names", "_next", "_paths", "_states", "leads_on", "protects")
 
+    OTHER = "/"
+    """Stands for every name that no pattern has."""
+
     def __init__(self, paths: ProtectedPaths, states: frozenset[tuple[int, int]]):
         self._paths, self._states = paths, states
         parts = [(paths.patterns[index], at) for index, at in states]
@@ -72,10 +75,17 @@ class PatternPosition:
         folded = fold(name)
         if not self._fixed:
             return self._enter(name, folded)
-        key = folded if folded in self._names else "/"  # which stands for every other name
+        key = folded if folded in self._names else self.OTHER
         if key not in self._next:
             self._next[key] = self._enter(key, key)
         return self._next[key]
+
+    def names_of_files(self) -> set[str] | None:
+        """Return the folded names that a file must have to be protected here; None if others may be too."""
+        if not self._fixed:
+            return None
+        other = self.enter(self.OTHER)
+        return None if other is not None and (other.protects or other.leads_on) else self._names
 
     def _enter(self, name: str, folded: str) -> PatternPosition | None:
         ahead = set()
@@ -194,17 +204,20 @@ class FolderGuard:
                 continue  # gone, or replaced, or closed to this user as well
             try:
                 self._watch(here, path, position)
+                names = position.names_of_files()
                 with os.scandir(here) as found:
                     for entry in found:
                         left -= 1
                         if left < 0:
                             self.complete = False
                             return
+                        directory = entry.is_dir(follow_symlinks=False)
+                        if names is not None and not directory and fold(entry.name) not in names:
+                            continue  # as most files of a folder
                         ahead = position.enter(entry.name)
                         if ahead is None:
                             continue
                         child = f"{path}/{entry.name}" if path else entry.name
-                        directory = entry.is_dir(follow_symlinks=False)
                         if self._catches(ahead, entry.name, directory=directory):
                             yield child
                         elif directory:

@@ -308,9 +308,12 @@ def _look(
             continue
         kind = stat.S_IFMT(info.st_mode)
         if kind == stat.S_IFDIR:
-            known_before = before is not None and name in before.folders
             # A directory that was recorded once stays recorded: a program cannot hide it by making a rule match.
-            if name in rules.may_ignore and not known_before and rules.ignores(visited, name):
+            if (
+                name in rules.may_ignore
+                and (before is None or name not in before.folders)
+                and rules.ignores(visited, name)
+            ):
                 visited.leave_out(name)
                 listing = b""
                 continue
@@ -414,10 +417,11 @@ def _read_files(
             fd = _open(parent, name, rules)
             if fd is None:
                 continue
-            now = time.time_ns()
-            if now - seen.st_ctime_ns > _SURELY_WRITTEN_BACK_NS and seen.st_size <= PACKED_MAX:
+            age_ns = time.time_ns() - seen.st_ctime_ns
+            is_clean = age_ns > _SURELY_WRITTEN_BACK_NS or libc.dirty(fd) is False
+            if is_clean and age_ns > FRESH_NS and seen.st_size <= PACKED_MAX:
                 try:
-                    whole = _read_old(fd, seen, rules)
+                    whole = _read_clean(fd, seen, rules)
                 finally:
                     os.close(fd)
                 if whole is not None:
@@ -427,7 +431,7 @@ def _read_files(
                 if fd is None:
                     continue
             opened.append((name, seen, fd))
-            if libc.dirty(fd) is not False:
+            if not is_clean:
                 libc.start_writing(fd)
         for name, _, fd in opened:
             row = _read_file(fd, batch, rules)
@@ -442,8 +446,8 @@ def _read_files(
     return rows
 
 
-def _read_old(fd: int, seen: os.stat_result, rules: Rules) -> tuple[dict[str, bytes] | None, bytes] | None:
-    """Read a small file that was not changed for long, with few calls; None if it changes or has holes."""
+def _read_clean(fd: int, seen: os.stat_result, rules: Rules) -> tuple[dict[str, bytes] | None, bytes] | None:
+    """Read a small file that is on the disk as it is, with few calls; None if it changed since then or has holes."""
     if seen.st_blocks * 512 < seen.st_size:
         return None
     data = os.pread(fd, seen.st_size + 1, 0)
