@@ -21,6 +21,7 @@ from tests.support.registry import RegistryServer
 from tests.support.s3 import S3Server
 from tests.support.sandboxes import KINDS, Box, House, Supervisor, parent
 from tests.support.servers import LITTLE, MUCH, ROOT, Server, science
+from tests.support.trust import read_certificates_once
 
 # Hooks: the watch over what is left behind, workers, and the summary.
 from tests.support.workers import pytest_configure, pytest_terminal_summary  # noqa: F401
@@ -31,6 +32,7 @@ settings.load_profile("patient")
 # The whole suite says the same every time it is run; whoever runs a part of it looks for more.
 settings.register_profile("same", derandomize=True, database=None)
 
+read_certificates_once()
 gc.disable()  # until everything is collected, which makes a fifth less work
 
 

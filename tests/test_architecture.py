@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from tests.support.source import source
+
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "carrel"
 
@@ -54,20 +56,7 @@ def package(path):
 
 def imports(path):
     """Pairs of (imported package of carrel, whether at module level)."""
-    tree = ast.parse(path.read_text())
-    type_checking = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
-    inside = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
+    for node, inside, for_types in source(path).imports:
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -78,7 +67,7 @@ def imports(path):
                 names = [f"carrel.{alias.name}" for alias in node.names]
         for name in names:
             if name and name.startswith("carrel.") and not name.endswith("__"):
-                yield name.split(".")[1], id(node) not in inside and id(node) not in type_checking
+                yield name.split(".")[1], not inside and not for_types
 
 
 def test_imports_follow_the_table():
@@ -95,7 +84,7 @@ def test_imports_follow_the_table():
 def test_admission_knows_nothing_of_what_uses_it():
     users = {f"carrel.control.{each}" for each in ("egress", "jobs", "mcp", "python")}
     for path in [each for room in ("operations", "governance") for each in (SOURCE / "control" / room).glob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node, _inside, _for_types in source(path).imports:
             if isinstance(node, ast.ImportFrom) and node.module:
                 assert ".".join(node.module.split(".")[:3]) not in users, f"{path}: {node.module}"
 
@@ -118,7 +107,7 @@ def test_shell_reader_knows_nothing_of_rules_and_shows_one_face():
 
 
 def test_modules_say_what_they_are_for():
-    silent = [str(path) for path in modules() if ast.get_docstring(ast.parse(path.read_text())) is None]
+    silent = [str(path) for path in modules() if source(path).docstring is None]
     assert not silent
 
 
@@ -128,9 +117,8 @@ def test_no_class_name_is_used_twice():
     places = {}
     for path in modules():
         if "_sync" not in path.parts and "_async" not in path.parts:
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ClassDef):
-                    places.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+            for name in source(path).classes:
+                places.setdefault(name, []).append(str(path.relative_to(SOURCE)))
     assert {name: paths for name, paths in places.items() if len(paths) > 1 and name not in allowed} == {}
 
 

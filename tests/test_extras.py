@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 import tomllib
+from collections.abc import Mapping
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from tests.support.source import source
 
 from carrel import __version__
 from carrel.extras import PARTS, ExtraMissing, using
@@ -47,23 +50,21 @@ def names(requirements: list[str]) -> set[str]:
 
 def imported(path: Path) -> set[str]:
     """The top-level modules of others that a file imports at run time, also inside functions."""
-    tree = ast.parse(path.read_text())
-    unread = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
     found: set[str] = set()
-    for node in ast.walk(tree):
-        if id(node) in unread:
+    for node, _inside, for_types in source(path).imports:
+        if for_types:
             continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             found.add(node.module or "")
     return {name.partition(".")[0] for name in found} - set(sys.stdlib_module_names) - {"carrel", ""}
+
+
+@functools.cache
+def providers() -> Mapping[str, list[str]]:
+    """The distributions that have each top-level module."""
+    return packages_distributions()
 
 
 def files_of(extra: str) -> list[Path]:
@@ -93,13 +94,12 @@ def test_extra_names_every_package_that_its_files_import(extra: str) -> None:
     declared = names(PROJECT["dependencies"])
     if extra:
         declared |= names(PROJECT["optional-dependencies"][extra])
-    providers = packages_distributions()
     missing = set()
     for path in files_of(extra):
         for module in imported(path):
             if extra == "cli" and path.name == "mcp.py":
                 continue  # a command of the extra `mcp`
-            by = {re.sub(r"[-_.]+", "-", name).lower() for name in providers.get(module, [])}
+            by = {re.sub(r"[-_.]+", "-", name).lower() for name in providers().get(module, [])}
             own = module.replace("_", "-") == "pydantic-core"  # pydantic requires one version of it, its other half
             if not own and not by & declared and (extra, module) not in OPTIONAL:
                 missing.add(f"{path.relative_to(SOURCE)} imports {module}")

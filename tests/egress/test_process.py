@@ -5,7 +5,6 @@ import itertools
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from tests.support.fork_server import EGRESS, start
 from tests.support.outside import Origin, serving
 from tests.support.sandboxes import until
 
@@ -52,7 +52,7 @@ class Control:
 
 
 @pytest.fixture
-async def control(tmp_path: Path) -> AsyncIterator[Control]:
+async def control(tmp_path: Path, planes_fork: None) -> AsyncIterator[Control]:
     path = str(tmp_path / "c.sock")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
@@ -65,7 +65,14 @@ async def control(tmp_path: Path) -> AsyncIterator[Control]:
             "--state",
             str(tmp_path / "state"),
         ]
-        process = subprocess.Popen([sys.executable, "-m", "carrel.egress", *words], pass_fds=[listener.fileno()])
+        process = start(
+            [sys.executable, "-m", "carrel.egress", *words],
+            program=EGRESS,
+            env=os.environ,
+            stdout=sys.__stdout__,
+            stderr=sys.__stderr__,
+            pass_fds=[listener.fileno()],
+        )
     control = Control(path)
     try:
         yield control

@@ -149,7 +149,7 @@ def wheel() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def install(wheel: Path) -> Iterator[Install]:
     """Gives the environment with one extra on one Python; each is made once."""
-    directory = Path(tempfile.mkdtemp(prefix="installed-"))
+    directory = Path(tempfile.mkdtemp(prefix="installed-", dir="/var/tmp"))  # where uv can link from its cache
     directory.chmod(0o755)
     made: dict[tuple[str, str], Environment] = {}
 
@@ -163,11 +163,28 @@ def install(wheel: Path) -> Iterator[Install]:
             variables = clean(UV_SYSTEM_CERTS="1")  # as pip: the certificates that this host trusts
             subprocess.run([*UV, "venv", "-q", "-p", python, str(place)], env=variables, check=True)
             subprocess.run([*UV, "pip", "install", "-q", "-p", str(place), wanted], env=variables, check=True)
+            for (_extra, other), environment in made.items():
+                if other == version:
+                    share_bytecode(environment.directory, place)
             made[extra, version] = Environment(place)
         return made[extra, version]
 
     yield make
     shutil.rmtree(directory)
+
+
+def share_bytecode(source: Path, target: Path) -> None:
+    """Spare an environment the compilation of modules that another one has compiled.
+
+    Only of the same files: uv links them from its cache. Python itself still compares their time and size.
+    """
+    for compiled in source.glob("lib/python*/site-packages/**/__pycache__/*.pyc"):
+        name = compiled.name.partition(".")[0] + ".py"
+        module, link = compiled.parents[1] / name, target / compiled.relative_to(source)
+        other = link.parents[1] / name
+        if not link.exists() and other.exists() and other.samefile(module):
+            link.parent.mkdir(exist_ok=True)
+            os.link(compiled, link)
 
 
 @contextlib.contextmanager

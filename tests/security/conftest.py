@@ -8,8 +8,6 @@ there: so a test that could never fail is found out. Attacks aim only at what is
 from __future__ import annotations
 
 import contextlib
-import inspect
-import json
 import os
 import secrets
 import shutil
@@ -17,7 +15,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +23,7 @@ from typing import Any
 
 import pytest
 from tests.support import images
+from tests.support.attacks import answer, words
 from tests.support.masks_ground import Hold, holding
 from tests.support.nesting import give
 from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
@@ -34,7 +32,6 @@ from carrel.client import Sandbox
 from carrel.models import CommandResult
 from carrel.primitives.trees import remove_tree
 
-HERE = Path(__file__).parents[1] / "support"
 FOLDERS = {"sandbox.folder_roots": os.path.realpath(tempfile.gettempdir())}
 IN_FOLDERS = {"test_host_files": "root in a folder", "test_mounts": "user in a folder"}
 """Modules whose attacks are also made from a sandbox that works on a folder of the host."""
@@ -280,25 +277,16 @@ class Attacker:
     @staticmethod
     def words(attack: Callable[..., object], **arguments: object) -> list[str]:
         """The command that performs an attack."""
-        shipped = (HERE / "inside.py").read_text()
-        code = f"""
-import sys, types
-inside = types.ModuleType("inside"); exec({shipped!r}, inside.__dict__); sys.modules["inside"] = inside
-exec({textwrap.dedent(inspect.getsource(attack))!r})
-inside.perform({attack.__name__}, {arguments!r})
-"""
-        return ["/usr/bin/python3", "-I", "-c", code]
+        return words(attack, **arguments)
 
     @staticmethod
     def outcome(result: CommandResult) -> Any:
         """Evidence, or None when the kernel refused or ended the attack."""
-        marked = [line[2:] for line in result.stdout.splitlines() if line.startswith("@@")]
-        if not marked:
+        told = answer(result.stdout)
+        if told is None:
             assert result.signal is not None, f"the attack did not run: {result.stdout}{result.stderr}"
             return None
-        answer = json.loads(marked[-1])
-        assert "broken" not in answer, answer.get("broken")
-        return answer.get("evidence")
+        return told.get("evidence")
 
     def expect(self, evidence: object) -> None:
         """No breach in a sandbox, and a breach without one."""
@@ -372,6 +360,7 @@ def compared(request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
 
 
 @pytest.fixture(scope="module")
-def hold(spawn: Any) -> Hold:
-    """Makes masked sandboxes, each with a zygote of its own."""
-    return holding(spawn)
+def hold(spawn: Any) -> Iterator[Hold]:
+    """Makes masked sandboxes, as root and as an ordinary user."""
+    with holding(spawn) as start:
+        yield start

@@ -312,7 +312,7 @@ def test_many_outputs(attacker, bystander):
         command = box.commands.start("yes | head -c 8M", timeout=60, output_limit=8 * 1024 * 1024)
         assert until(lambda command=command: _ended(command))
     with suppress(NotFound):  # it may have been forgotten to make room for others
-        command.wait()  # one is fetched: to fetch them all only takes long
+        command.wait()  # one is fetched: to fetch them all, one after the other, only takes long
     works(box)
     works(bystander)
 
@@ -324,7 +324,7 @@ def test_deep_directories(attacker):
     def attack():
         import os
 
-        for _ in range(4_000):  # longer than any path, deeper than Python recurses
+        for _ in range(4_500):  # longer than any path, deeper than Python recurses or 4,096 descriptors reach
             os.mkdir("d")
             os.chdir("d")
 

@@ -2,10 +2,8 @@
 
 import ctypes
 import errno
-import json
 import os
 import sys
-import traceback
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.syscall.restype = ctypes.c_long
@@ -81,13 +79,17 @@ def read(path, size=4096):
         os.close(descriptor)
 
 
-def perform(attack, arguments):
-    """Run an attack and print what it brought: evidence, or how the kernel refused."""
+def perform(attack):
+    """Run an attack and print what it brought: evidence, or how the kernel refused. As Python writes it: to import more
+    would take longer than most attacks.
+    """
     try:
-        answer = {"evidence": attack(**arguments)}
+        answer = {"evidence": attack()}
     except OSError as error:
         answer = {"refused": f"{errno.errorcode.get(error.errno, error.errno)}: {error}"}
     except Exception:
+        import traceback
+
         answer = {"broken": traceback.format_exc()}
-    sys.stdout.write("\n@@" + json.dumps(answer) + "\n")
+    sys.stdout.write("\n@@" + ascii(answer) + "\n")
     sys.stdout.flush()

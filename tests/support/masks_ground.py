@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
+import itertools
 import json
 import os
 import tempfile
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+from tests.support.attacks import answer, words
 from tests.support.nesting import give
 
 from carrel.primitives.trees import remove_tree
 
-HERE = Path(__file__).parents[1] / "support"
-
-# Holds one sandbox for as long as its standard input is open.
+# Starts a sandbox for each line that has a new name and masks, and removes it when its name comes again.
 HOLD = """
-import asyncio, json, os, sys
+import asyncio, json, sys
 from carrel.models import Network
 from carrel.providers import Launch, Masks, open_providers
 
 async def main():
-    place, given = sys.argv[1], json.loads(sys.stdin.readline())
+    place = sys.argv[1]
     provider = open_providers(place + "/run", place + "/ws", allow_process=False)["namespace"]
-    masks = Masks(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
-    handle = await provider.start(Launch("s1", place + "/ws/w", Network.NONE, masks=masks))
-    print(json.dumps(handle), flush=True)
-    await asyncio.to_thread(sys.stdin.read)
-    await provider.remove(handle)
+    held = {}
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        name, masks = json.loads(line)
+        if name in held:
+            await provider.remove(held.pop(name))
+            print("removed", flush=True)
+            continue
+        masks = Masks(**{key: tuple(value) if isinstance(value, list) else value for key, value in masks.items()})
+        held[name] = await provider.start(Launch("s" + name, f"{place}/ws/{name}", Network.NONE, masks=masks))
+        print(json.dumps(held[name]), flush=True)
     await provider.close()
 
 asyncio.run(main())
@@ -55,51 +58,52 @@ class Masked:
 
     def attack(self, attack: Callable[..., object], *arguments: object) -> Any:
         """What an attack brings back when it runs inside; None when the kernel refused it."""
-        shipped = (HERE / "inside.py").read_text()
-        code = f"""
-import sys, types
-inside = types.ModuleType("inside"); exec({shipped!r}, inside.__dict__); sys.modules["inside"] = inside
-exec({textwrap.dedent(inspect.getsource(attack))!r})
-inside.perform(lambda: {attack.__name__}(*{arguments!r}), {{}})
-"""
-        done = self.run(["/usr/bin/python3", "-I", "-c", code])
-        marked = [line[2:] for line in done["stdout"].splitlines() if line.startswith("@@")]
-        assert marked, done
-        answer = json.loads(marked[-1])
-        assert "broken" not in answer, answer["broken"]
-        return answer.get("evidence")
+        done = self.run(words(attack, *arguments))
+        told = answer(done["stdout"])
+        assert told is not None, done
+        return told.get("evidence")
 
 
 Hold = Callable[..., contextlib.AbstractContextManager[Masked]]
 
 
-def holding(spawn: Any) -> Hold:
-    """Makes masked sandboxes, each with a zygote of its own."""
+@contextlib.contextmanager
+def holding(spawn: Any) -> Iterator[Hold]:
+    """Makes masked sandboxes, on one zygote."""
+    place = Path(tempfile.mkdtemp(prefix="mask"))
+    place.chmod(0o755)
+    for name in ("run", "ws"):
+        (place / name).mkdir()
+    process = spawn(HOLD, place)
+    count = itertools.count()
+
+    def ask(name: str, masks: dict[str, Any]) -> str:
+        process.stdin.write(json.dumps([name, masks]) + "\n")
+        process.stdin.flush()
+        return str(process.stdout.readline())
 
     @contextlib.contextmanager
     def start(fill: Callable[[Path], object] = lambda _workspace: None, **masks: Any) -> Iterator[Masked]:
-        place = Path(tempfile.mkdtemp(prefix="mask"))
-        place.chmod(0o755)
-        workspace = place / "ws" / "w"
-        workspace.mkdir(parents=True)
-        (place / "run").mkdir()
+        name = f"w{next(count)}"
+        workspace = place / "ws" / name
+        workspace.mkdir()
         fill(workspace)
         if os.geteuid() == 0:
-            give(workspace, 1000)
-        process = spawn(HOLD, place)
+            give(workspace, place.stat().st_uid or 1000)
+        line = ask(name, masks)
+        assert line, "the sandbox did not start"
+        once = httpx.Limits(max_keepalive_connections=0)
+        transport = httpx.HTTPTransport(uds=json.loads(line)["socket"], limits=once)
         try:
-            process.stdin.write(json.dumps(masks) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-            assert line, "the sandbox did not start"
-            once = httpx.Limits(max_keepalive_connections=0)
-            transport = httpx.HTTPTransport(uds=json.loads(line)["socket"], limits=once)
             with httpx.Client(transport=transport, base_url="http://sandbox", timeout=30) as client:
                 yield Masked(client, workspace)
         finally:
-            process.stdin.close()
-            process.wait(30)
-            process.stdout.close()
-            remove_tree(str(place))
+            assert ask(name, {}) == "removed\n"
 
-    return start
+    try:
+        yield start
+    finally:
+        process.stdin.close()
+        process.wait(30)
+        process.stdout.close()
+        remove_tree(str(place))

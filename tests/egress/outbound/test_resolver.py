@@ -35,6 +35,7 @@ class Server(asyncio.DatagramProtocol):
         self.answering = answering
         self.asked: Counter[tuple[str, str, str]] = Counter()
         self.changed = asyncio.Event()
+        self.unanswered: list[tuple[bytes, object]] = []
         self.transport: asyncio.DatagramTransport
         self.at = ""
 
@@ -43,8 +44,15 @@ class Server(asyncio.DatagramProtocol):
 
     def datagram_received(self, data: bytes, sender: object) -> None:
         answer = self.answer(data, "udp")
-        if answer is not None:
+        if answer is None:
+            self.unanswered.append((data, sender))
+        else:
             self.transport.sendto(answer, sender)
+
+    def answer_late(self) -> None:
+        """Answer what was not answered."""
+        while self.unanswered:
+            self.datagram_received(*self.unanswered.pop())
 
     async def stream(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -311,7 +319,8 @@ async def test_only_so_many_names_are_looked_up_at_once() -> None:
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_one_of_many_waits_its_turn() -> None:
+async def test_one_of_many_waits_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "DEADLINE_S", 60)  # a turn comes whenever the others are done, also on a busy machine
     speaking = asyncio.Event()
 
     def answering(name: str, kind: str, _transport: str) -> list[str] | None:
@@ -328,6 +337,7 @@ async def test_one_of_many_waits_its_turn() -> None:
             assert await _ask(other, "other.example") == (ip_address("10.0.0.1"),)
             assert {name for name, *_ in server.asked} == {"n0.example", "n1.example", "other.example"}
             speaking.set()
+            server.answer_late()
         assert [task.result() for task in waiting] == [(ip_address("10.0.0.1"),)] * 5
 
 

@@ -81,15 +81,18 @@ async def test_background_commands_are_read_and_stopped(connect: Any, context: s
 @pytest.mark.parametrize("mode", ["legacy", "auto"])
 async def test_long_commands_report_progress(over_http: Any, context: str, mode: str) -> None:
     heard: list[tuple[float, str | None]] = []
+    written = asyncio.Event()
     async with over_http(context, mode=mode) as client:
 
         async def progress(done: float, total: float | None, message: str | None) -> None:
             heard.append((done, message))
             if len(heard) == 2:
                 await client.call_tool("write_file", {"path": "go", "content": ""})
+                written.set()
 
         line = "echo step one; while [ ! -e go ]; do sleep 0.02; done; echo done"
         result = await client.call_tool("run_command", {"command": line}, progress_callback=progress)
+        await written.wait()  # the command may end before the answer to the call that ended it has come
     assert result.structured_content["output"] == "step one\ndone\n"
     assert len(heard) >= 2 and heard[0][0] < heard[1][0]
     assert "9 bytes: step one" in (heard[0][1] or "")
