@@ -32,6 +32,7 @@ NOT_SERVER = {
 OPTIONAL = {
     ("a2a", "uvloop"),  # a faster event loop where the server is installed too
     ("supervisor", "matplotlib"),  # only if the code that an agent runs imports it
+    ("server", "pypdf"),  # only in sandboxes of the template file-search
 }
 
 

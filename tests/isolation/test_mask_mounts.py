@@ -18,7 +18,7 @@ from tests.support.nesting import nested
 from tests.support.sandboxes import KINDS
 
 from carrel.errors import PlatformError
-from carrel.isolation import mask_mounts, rootfs
+from carrel.isolation import inside, mask_mounts
 from carrel.policy.rules.patterns import path_pattern
 
 TREES = st.lists(st.lists(st.sampled_from(["a", "b", "ab", ".c"]), min_size=1, max_size=4).map("/".join), max_size=8)
@@ -84,7 +84,7 @@ def test_only_what_lies_beside_a_needed_place(tmp_path: Path, monkeypatch: pytes
     for name in ("home/agent/x", "home/other", "workspace/a", "workspace/b"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setattr(mask_mounts, "_NEEDED", (f"{tmp_path}/home/agent",))
-    monkeypatch.setattr(rootfs, "WORKSPACE", f"{tmp_path}/workspace")
+    monkeypatch.setattr(inside, "WORKSPACE", f"{tmp_path}/workspace")
     assert list(mask_mounts.expand([f"{tmp_path}/home/**"])) == [f"{tmp_path}/home/other"]
     assert set(mask_mounts.expand([f"{tmp_path}/workspace"])) == {f"{tmp_path}/workspace/{name}" for name in "ab"}
     assert set(mask_mounts.expand([f"{tmp_path}/*"])) == {
@@ -109,7 +109,7 @@ def test_what_a_pattern_means_is_meant_wherever_it_can_be_moved(tree: list[str],
     top = tempfile.mkdtemp(prefix="x")
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(rootfs, "WORKSPACE", top)
+            patch.setattr(inside, "WORKSPACE", top)
             for path in tree:
                 os.makedirs(f"{top}/{path}", exist_ok=True)
             absolute = [f"{top}/{pattern}" for pattern in patterns]
@@ -134,7 +134,7 @@ def _lies_in(path: str, other: str) -> bool:
 
 
 def test_what_is_not_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rootfs, "WORKSPACE", str(tmp_path))
+    monkeypatch.setattr(inside, "WORKSPACE", str(tmp_path))
     for name in ("a/x.d/y.d", "kept/x.d", "b/kept-not"):
         (tmp_path / name).mkdir(parents=True)
     for name in ("a/x.d/1.lock", "a/1.lock", "kept/1.lock", "kept-too.lock"):
@@ -153,7 +153,7 @@ def test_what_is_not_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_more_than_can_be_mounted_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(5):
         (tmp_path / f"{number}.lock").write_text("")
-    monkeypatch.setattr(rootfs, "WORKSPACE", str(tmp_path))
+    monkeypatch.setattr(inside, "WORKSPACE", str(tmp_path))
     monkeypatch.setattr(mask_mounts, "MOST_COVERS", 4)
     with pytest.raises(PlatformError, match="more than 4 paths are to be masked; let rules name folders"):
         mask_mounts._unwritable([f"{tmp_path}/*.lock"])

@@ -121,6 +121,7 @@ def describe(version: str) -> dict[str, Any]:
     from fastapi.openapi.utils import get_openapi
 
     from carrel.api import mcp_servers, stateless
+    from carrel.models.images import ImageEvent
 
     declared = [route for route in _routes_of(resources()) if isinstance(route, OperationRoute)]
     document = get_openapi(
@@ -137,7 +138,7 @@ def describe(version: str) -> dict[str, Any]:
     for route in declared:
         if route.parses is not None:
             add(route.parses, "validation")
-    for model in (problems.Problem, commands.EVENT_MODEL, mcp_servers.CALL_MODEL, stateless.CALL_MODEL):
+    for model in (problems.Problem, commands.EVENT_MODEL, mcp_servers.CALL_MODEL, stateless.CALL_MODEL, ImageEvent):
         add(model, "serialization")
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)

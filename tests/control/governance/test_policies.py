@@ -37,7 +37,7 @@ async def store(tmp_path: Path) -> AsyncIterator[PolicyStore]:
 
 
 def _templates(store: PolicyStore) -> Templates:
-    return Templates("/nowhere", None, SessionStore(store._database), LiveSandboxes())
+    return Templates("/nowhere", None, SessionStore(store._database), LiveSandboxes(), search_url=None)
 
 
 @pytest.fixture
