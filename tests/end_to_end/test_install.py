@@ -253,7 +253,7 @@ def test_every_module_of_the_supervisor_imports(install: Install, tmp_path: Path
         ("cli", ["serve", "--port", "0"], "the server", "server"),
         ("cli", ["run", "--", "true"], "the server", "server"),
         ("cli", ["doctor"], "the server", "server"),
-        ("cli", ["policy", "explain", "echo $(date)"], "the server", "server"),
+        ("cli", ["policy", "explain", "echo $(date)", "--template", "coding"], "the server", "server"),
         ("cli", ["audit", "verify", "/dev/null"], "the server", "server"),
         ("cli", ["secret", "rekey"], "the server", "server"),
         ("cli", ["mcp"], "the MCP server", "mcp"),
