@@ -81,7 +81,8 @@ def _kill_once(seed: int, folder: Path, data: Path) -> None:
         if len(runs) == 2:
             with client_for(str(folder)) as client:
                 context = find_runs(client, str(folder))[0].start.context_id
-                client.checkpoints(context).undo(runs[1])
+                for run in runs:  # either may be the killed one: they are sorted by their ends
+                    client.checkpoints(context).undo(run)
         assert _files(folder) == before, about
     until(lambda: f"{folder.parent}/" not in Path("/proc/self/mountinfo").read_text())
 
