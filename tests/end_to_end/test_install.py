@@ -149,7 +149,7 @@ def wheel() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def install(wheel: Path) -> Iterator[Install]:
     """Gives the environment with one extra on one Python; each is made once."""
-    directory = Path(tempfile.mkdtemp(prefix="installed-", dir="/var/tmp"))  # where uv can link from its cache
+    directory = Path(tempfile.mkdtemp(prefix="installed-"))
     directory.chmod(0o755)
     made: dict[tuple[str, str], Environment] = {}
 

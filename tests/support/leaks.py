@@ -10,7 +10,6 @@ import ctypes
 import gc
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -179,29 +178,14 @@ class Watch:
 
 
 def make_directory() -> str:
-    """A directory for the temporary files of a run. Its path is short, because socket paths end at 107 bytes.
-
-    In memory where that is possible: tests make, sync and remove so many small files that a disk takes a quarter of the
-    time of a test with a control plane. Who sets TMPDIR has them there, and on its file system.
-    """
+    """A directory for the temporary files of a run. Its path is short, because socket paths end at 107 bytes."""
     directory = tempfile.mkdtemp(prefix="ct-", dir=os.environ.get("TMPDIR", "/tmp"))
-    if "TMPDIR" not in os.environ and os.geteuid() == 0 and _memory_is_enough():
-        subprocess.run(["mount", "-t", "tmpfs", "carrel-tests", directory], check=False)
     os.chmod(directory, 0o755)
     return directory
 
 
-def _memory_is_enough() -> bool:
-    """Whether this host can have the files in memory, with all that a disk has: extended attributes came with Linux 6.6."""
-    release = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
-    available = re.search(r"^MemAvailable: +(\d+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    return release >= (6, 6) and available is not None and int(available[1]) >= 10 * 1024 * 1024
-
-
 def remove_directory(directory: str) -> None:
     """Remove it, however deep a test nested directories in it."""
-    if os.path.ismount(directory):
-        subprocess.run(["umount", "--lazy", directory], check=False)
     with suppress(OSError, PlatformError):
         remove_tree(directory)
 

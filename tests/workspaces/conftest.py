@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from tests.support.archives import Node, Nodes
 from tests.support.s3 import S3Server
 
-from carrel.primitives.trees import remove_tree
 from carrel.workspaces.volumes import BtrfsDriver, DirectoryDriver, VolumeDriver
 
 Drivers = Callable[[str], VolumeDriver]
@@ -27,14 +25,6 @@ def where(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     return server.url(uuid.uuid4().hex)
-
-
-@pytest.fixture
-def tmp_path() -> Iterator[Path]:
-    """On a disk: files in memory tell less of their changes, for example of writes through a memory map."""
-    path = tempfile.mkdtemp(prefix="ct-", dir="/var/tmp")
-    yield Path(path)
-    remove_tree(path)
 
 
 @pytest.fixture
