@@ -30,5 +30,5 @@ def test_places_are_those_of_the_root() -> None:
     shared = f"{launchers.SHARED_PIP_PLACE}/pip/__main__.py"
     assert isinstance(made[shared], rootfs.TextFile)
     compile(launchers.SHARED_PIP, shared, "exec")
-    for text in launchers.TEXTS.values():
+    for text in (text for name, text in launchers.TEXTS.items() if not name.endswith("-search")):
         assert inside.UV in text or launchers.PLACE in text or launchers.VENV in text

@@ -232,7 +232,11 @@ class Images:
     async def list(self, caller: Caller) -> ImageList:
         """List the images, the most recently used first."""
         found, users = await asyncio.to_thread(self._storage.list), await self._users()
-        shown = [image for image in found if any(not name.startswith(_CACHED) for name in image.names)]
+        shown = [  # not what builds keep for later ones
+            image
+            for image in found
+            if image.digest in users or any(not name.startswith(_CACHED) for name in image.names)
+        ]
         return ImageList(items=[self._info(caller, image, users) for image in shown])
 
     async def describe(self, caller: Caller, image: StoredImage) -> ImageInfo:
