@@ -10,6 +10,7 @@ import asyncio
 import os
 import re
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -29,13 +30,13 @@ T = TypeVar("T")
 Query = Callable[[Connection], T]
 
 # WAL lets readers and the writer work at the same time; with NORMAL a power cut loses at most the last commits, never
-# the file. The timeout comes first, because even the switch to WAL may have to wait for a lock.
+# the file.
 _PRAGMAS = (
     "PRAGMA busy_timeout=5000",
-    "PRAGMA journal_mode=WAL",
     "PRAGMA synchronous=NORMAL",
     "PRAGMA foreign_keys=ON",
 )
+_SWITCH_S = 5.0
 _MOST_WRITES_HERE = 100
 """After this many writes on the event loop, one goes to the writer's thread, which also checkpoints the WAL."""
 
@@ -44,6 +45,15 @@ def _prepare(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
     connection.isolation_level = None  # the driver would begin transactions too late; `_begin` does it
     for pragma in _PRAGMAS:
         connection.execute(pragma)
+    deadline = time.monotonic() + _SWITCH_S
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError:  # another process switches now: SQLite does not wait for that by itself
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _never_wait(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
