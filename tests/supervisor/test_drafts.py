@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.nesting import give
-from tests.support.sandboxes import SANDBOX_UID, House
+from tests.support.sandboxes import SANDBOX_UID, House, until
 
 from carrel.primitives.leftovers import RESERVED, remove_leftover
 from carrel.supervisor.drafts import FileDraft
@@ -176,7 +176,7 @@ async def test_a_kill_between_the_two_steps_leaves_nothing_once_a_sandbox_starts
     if os.geteuid() == 0:
         give(workspace, SANDBOX_UID)
     async with house.box(workspace=str(workspace)):
-        assert os.listdir(workspace) == ["a"]
+        await until(lambda: os.listdir(workspace) == ["a"], what="the supervisor to remove the draft")
         assert (workspace / "a" / "file").read_text() == "old"
         assert sorted(os.listdir(workspace / "a")) == [LEFT, "file"]
 
