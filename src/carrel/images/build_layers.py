@@ -28,8 +28,6 @@ TIME = 315_619_200
 _WHITEOUT, _OPAQUE = ".wh.", ".wh..wh..opq"
 _OPAQUE_XATTRS = ("trusted.overlay.opaque", "user.overlay.opaque")
 _WILD = frozenset("*?[")
-_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
-_LINKS = 40
 
 Owner = tuple[int, int]
 """The user and the group of a file in the image."""

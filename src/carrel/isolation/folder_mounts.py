@@ -59,7 +59,7 @@ def cover(root: str, targets: Sequence[str]) -> list[str]:
 
 
 def _tree_of(entry: os.DirEntry[str]) -> int:
-    """Return a detached mount of an entry with something in it, else -1: an empty directory is just made again."""
+    """Return a detached mount of an entry; -1 for an empty directory, because a new one can stand for it."""
     if entry.is_dir():
         with os.scandir(entry.path) as found:
             if next(found, None) is None:

@@ -56,7 +56,7 @@ _BOTTOM_PLAN: rootfs.Plan = (
 
 
 def make_layers(stage: str, names: list[str]) -> None:
-    """Make what goes around every image, below `stage`. `names` are further directories in the root, for mounts."""
+    """Make the layers above and below every image, in the directory `stage`. `names` are further places for mounts."""
     os.mkdir(stage + IMAGE, 0o755)
     os.mkdir(stage + MERGED, 0o755)
     os.mkdir(stage + CHANGES, 0o755)
@@ -81,7 +81,7 @@ def keep_changes(volume: int, owner: int | None) -> int:
 
 
 def _share_directories() -> None:
-    """Let the directories that the image has in common with the layers above it be as they are in the image."""
+    """Give directories that the image and the layers above it share the owner and mode that they have in the image."""
     seen = {""}
     for path in COMMON:
         with suppress(OSError):

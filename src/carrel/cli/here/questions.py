@@ -150,7 +150,7 @@ class ApprovalQuestions:
 
 
 def _expiry(approval: dict[str, Any]) -> float:
-    """Return the moment from which no answer means no. The server does not report it when it comes."""
+    """Return the time when the question expires: then no answer means no. The server sends no event for it."""
     from datetime import datetime
 
     return datetime.fromisoformat(str(approval["expires_at"])).timestamp()

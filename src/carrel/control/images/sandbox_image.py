@@ -97,7 +97,7 @@ class SandboxImage(Attachment):
         self._release(box.record.id)
 
     async def fork(self, fork: Fork) -> None:
-        """Give a fork the very image of its origin."""
+        """Give a fork exactly the image of its origin."""
         origin = await self._store.newest_of_context(fork.origin)
         if origin is not None:
             self._origins[fork.context_id] = origin
