@@ -55,28 +55,21 @@ def agent(slot: int, *, idmap: bool) -> int:
     return owner(slot) + SANDBOX_UID if idmap else SANDBOX_UID
 
 
-def image_map(slot: int, wanted: int) -> str:
-    """Return the id map for the files of an image whose user is `wanted`: that user's files are the agent's in a
-    sandbox of root, the files of others are nobody's.
+def image_map(wanted: int, first: int = 0) -> str:
+    """Return the id map of the users of an image whose user is `wanted`, in a sandbox of root.
+
+    The agent and the user that it is in the image swap their ids, every other user keeps its own: so files show the
+    owners that they have in the image, and the kernel changes the files of a writable root. The ids are those of the
+    sandbox; with its `owner` as `first`, those of the host.
     """
-    return f"{wanted} {owner(slot) + SANDBOX_UID} 1\n"
-
-
-def writable_image_map(slot: int, wanted: int) -> str:
-    """Return the id map for the files of an image whose root can be changed: as `image_map`, but every other user of
-    the image has an id in the sandbox too, since the kernel changes no file without one.
-
-    The agent and the user that it is in the image swap their ids.
-    """
-    first = owner(slot)
     low, high = sorted((wanted, SANDBOX_UID))
-    rows = [(0, 0, low), (low, high, 1), (low + 1, low + 1, high - low - 1), (high, low, 1), (high + 1, high + 1, -1)]
     if low == high:
         rows = [(0, 0, RANGE)]
     elif high >= RANGE:  # such a user has no id to give to the agent
         rows = [(0, 0, low), (low + 1, low + 1, RANGE - low - 1), (high, low, 1)]
     else:
-        rows[-1] = high + 1, high + 1, RANGE - high - 1
+        between, after = (low + 1, low + 1, high - low - 1), (high + 1, high + 1, RANGE - high - 1)
+        rows = [(0, 0, low), (low, high, 1), between, (high, low, 1), after]
     return "".join(f"{found} {first + seen} {count}\n" for found, seen, count in rows if count > 0)
 
 

@@ -15,11 +15,23 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from carrel.isolation import budgets, folder_mounts, image_root, inside, landlock, linux, mask_mounts, rootfs, seccomp
+from carrel.isolation import (
+    budgets,
+    folder_mounts,
+    ids,
+    image_root,
+    inside,
+    landlock,
+    linux,
+    mask_mounts,
+    rootfs,
+    seccomp,
+)
 from carrel.isolation.inside import MOST_DESCRIPTORS, PROXY_PORT
 from carrel.primitives import libc
 from carrel.primitives.kernel_files import write
 
+AGENT = (rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
 BASE = "/base"
 COVERS = "/covers"
 OPEN_FILES = 8192
@@ -29,6 +41,8 @@ PROXY_BACKLOG = 4096
 PROXY_LISTENER = b"proxy listener"
 NETWORK = b"network"
 MEMORY = b"memory"
+IMAGE_USERS = b"image users"
+MAPPED = b"mapped"
 
 
 @dataclass(frozen=True)
@@ -105,26 +119,66 @@ class SandboxDetails:
     image: ImageSpec | None = None
 
 
+@dataclass(frozen=True)
+class ImageUsers:
+    """A user namespace below that of a sandbox of root, in which the agent is `owner`, a user and group of an image.
+
+    As the map of a mount it shows the owners that files have in the image. The agent enters it: for the kernel it stays
+    the same ordinary user, who owns no other namespace. So its root, even without the limits that follow, could do
+    nothing that the agent could not. The other ids are names only, which no process has and nobody can take.
+    """
+
+    owner: tuple[int, int]
+    namespace: int
+
+    @classmethod
+    def make(cls, owner: tuple[int, int], proc: str) -> ImageUsers:
+        """Called in the new sandbox while it has its privileges; `proc` lists its processes."""
+        libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of /proc/PID follows it
+        return cls(owner, linux.user_namespace(ids.image_map(owner[0]), ids.image_map(owner[1]), proc))
+
+    def enter(self) -> None:
+        """Become the agent."""
+        linux.enter_namespace(self.namespace)
+        os.close(self.namespace)
+        linux.drop_bounding_set()  # every user namespace begins with all of it
+        _become(*self.owner)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result of the first part: the descriptor for writing secrets, the listening egress socket, and the users of
+    an image whose user the zygote expects.
+
+    The caller must close the socket before it serves a sandbox that has a proxy: otherwise the supervisor could answer
+    instead of the proxy.
+    """
+
+    secrets_fd: int = -1
+    proxy_listener: socket.socket | None = None
+    image_users: ImageUsers | None = None
+
+
 def prepare(
     orders: socket.socket,
     *,
     root: bool,
     own_network: bool = True,
     notifications: Mapping[str, int] = MappingProxyType({}),
-) -> tuple[int, socket.socket | None]:
+) -> Prepared:
     """Do the first part, before a sandbox is requested. Called in the child, in its new namespaces.
 
     Without `own_network` it shares the host's network, over which it never has a capability. `notifications` are the
-    inotify limits of its user namespace. The parent sends `mapped` when the child's user ids are mapped. Returns the
-    descriptor for writing secrets, and the listening egress socket, which the caller must close before it serves a
-    sandbox that has a proxy: otherwise the supervisor could answer instead of the proxy.
+    inotify limits of its user namespace. The parent sends `mapped` when the child's user ids are mapped, with the user
+    of the image that it expects, if any.
     """
     proxy_listener = None
     if own_network:
         linux.bring_up_loopback()
         proxy_listener = _hand_over_proxy_listener(orders)
     socket.sethostname("carrel")
-    if _next_message(orders, 16)[0] != b"mapped":
+    word, *expected = _next_message(orders, 64)[0].split()
+    if word != MAPPED:
         raise OSError("the zygote gave up")
     budgets.hold_notifications(notifications)
     budgets.limit_process()
@@ -135,7 +189,11 @@ def prepare(
     # A separate mount of the base root: mounts from the zygote's namespace are locked and cannot become the root.
     linux.mount(BASE, BASE, None, linux.MS_BIND | linux.MS_REC)
     rootfs.apply_plan(rootfs.COMMON_PLAN, BASE, owner=rootfs.SANDBOX_UID)
-    return rootfs.protect_secrets(BASE), proxy_listener
+    users = None
+    if expected:
+        users = ImageUsers.make((int(expected[0]), int(expected[1])), f"{BASE}/proc")
+        _hand_over(orders, IMAGE_USERS, users.namespace)
+    return Prepared(rootfs.protect_secrets(BASE), proxy_listener, users)
 
 
 def _hand_over_proxy_listener(orders: socket.socket) -> socket.socket:
@@ -147,11 +205,15 @@ def _hand_over_proxy_listener(orders: socket.socket) -> socket.socket:
     proxy_listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     proxy_listener.bind(("127.0.0.1", PROXY_PORT))
     proxy_listener.listen(PROXY_BACKLOG)
+    _hand_over(orders, PROXY_LISTENER, proxy_listener.fileno())
+    return proxy_listener
+
+
+def _hand_over(orders: socket.socket, word: bytes, descriptor: int) -> None:
     try:
-        socket.send_fds(orders, [PROXY_LISTENER], [proxy_listener.fileno()])
+        socket.send_fds(orders, [word], [descriptor])
     except BrokenPipeError:
         os._exit(0)  # the zygote is gone, as in `_next_message`
-    return proxy_listener
 
 
 def hand_over_network(orders: socket.socket) -> None:
@@ -175,10 +237,11 @@ def hand_over_memory(orders: socket.socket, spec: Spec) -> None:
             os.close(descriptor)
 
 
-def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> None:
+def complete(spec: Spec, fds: Sequence[int], program: bytes, prepared: Prepared, *, root: bool) -> None:
     """Do the second part: set up what was requested, then drop every privilege for good.
 
-    The descriptors are those of the workspace, the masks and the image if there are any, and the further mounts.
+    The descriptors are those of the workspace; of the masks, and of the image and the layers around it, if there are
+    any; and of the further mounts.
     """
     workspace_fd, *more = fds
     plan_fd = more.pop(0) if spec.masked else -1
@@ -188,7 +251,9 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
         # The agent and root of the image have swapped their ids if the agent is root there.
         owner = rootfs.SANDBOX_UID if image.uid == 0 else 0
         workspace_fd = image_root.keep_changes(workspace_fd, owner if root else None)
-    place = BASE if image is None else image_root.mount(more.pop(0), BASE, trust=spec.trust, writable=writable)
+    place = BASE
+    if image is not None:
+        place = image_root.mount(more.pop(0), more.pop(0), BASE, trust=spec.trust, writable=writable)
     covered = folder_mounts.cover(place, [spec.folder, *spec.mounts])
     plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=inside.HOME in spec.mounts)
     rootfs.apply_plan(plan, place, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
@@ -203,11 +268,18 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
         budgets.limit_tcp_buffers()
     _limit(spec)
     linux.drop_bounding_set()
+    renamed = image.owner if image is not None and image.owner != AGENT else None
     if root:
-        os.setresgid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
-        os.setresuid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
-    if image is not None and image.owner != (rootfs.SANDBOX_UID, rootfs.SANDBOX_UID):
-        _rename_agent(*image.owner)
+        users = prepared.image_users
+        if users is not None and users.owner != renamed:
+            os.close(users.namespace)
+            users = None
+        if renamed is not None:
+            (users or ImageUsers.make(renamed, "/proc")).enter()
+        else:
+            _become(*AGENT)
+    elif renamed is not None:
+        _rename_agent(*renamed)
     linux.drop_capabilities()
     libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
@@ -218,11 +290,15 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
         raise OSError(f"the image's working directory {image.working_directory[:200]} is not a directory in it")
 
 
-def _rename_agent(uid: int, gid: int) -> None:
-    """Enter a user namespace in which the agent has these ids, and nobody else has any.
+def _become(uid: int, gid: int) -> None:
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
 
-    That only changes names. For the kernel the agent stays the same ordinary user, who owns no other namespace: so its
-    root, even without the limits that follow, could do nothing that the agent could not.
+
+def _rename_agent(uid: int, gid: int) -> None:
+    """In an ordinary user's sandbox, which has one id, enter a user namespace in which the agent has these ids.
+
+    That only changes names, as in `ImageUsers`.
     """
     libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of /proc/self follows it
     linux.unshare(linux.CLONE_NEWUSER)
