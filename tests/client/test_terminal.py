@@ -34,7 +34,7 @@ def test_a_shell_in_a_terminal(box: Sandbox) -> None:
 
 
 def test_a_program_in_a_terminal(box: Sandbox) -> None:
-    with box.terminal(command=["sh", "-c", "echo $0 \"$1\"; exit 3", "$HOME", "a  b&c"]) as terminal:
+    with box.terminal(command=["sh", "-c", 'echo $0 "$1"; exit 3', "$HOME", "a  b&c"]) as terminal:
         assert b"".join(terminal) == b"$HOME a  b&c\r\n", "no shell reads the words"
         assert terminal.exit is not None
         assert terminal.exit.exit_code == 3
