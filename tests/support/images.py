@@ -19,9 +19,9 @@ from carrel.providers.base import RootImage
 
 HELLO = "/bin/hello"
 PROGRAMS = (  # noqa: SIM905
-    "awk base64 bash cat chmod chown cp curl cut date dd df echo env false find git git-upload-pack grep head id "
-    "install kill ln ls mkdir mkfifo mknod mount mv nice nohup printf ps readlink rm rmdir sed seq setsid sh sleep sort "
-    "stat stty tail tar tee test timeout touch tr true umount uname unshare wc which whoami xargs"
+    "awk base32 base64 bash cat chmod chown cp curl cut date dd df echo env false find git git-upload-pack grep head id "
+    "install kill ln ls make mkdir mkfifo mknod mount mv nice nohup perl printf ps readlink rm rmdir sed seq setsid sh "
+    "sleep sort stat stty tail tar tee test timeout touch tr true umount uname unshare wc which whoami xargs"
 ).split()
 _LIBRARY = re.compile(r"(/\S+) \(0x")
 
@@ -101,6 +101,7 @@ def debian(root: Path, *, python: bool = True, programs: Iterable[str] = PROGRAM
         unwanted = shutil.ignore_patterns("test", "__pycache__", "idlelib", "tkinter", "ensurepip", "config-*")
         shutil.copytree(f"/usr/lib/{version}", root / f"usr/lib/{version}", ignore=unwanted, symlinks=True)
         files += [str(path) for path in Path(f"/usr/lib/{version}/lib-dynload").glob("*.so")]
+        files += [str(path) for path in Path("/usr/lib").glob("*-linux-gnu/libstdc++.so.6")]  # packages need it
     for file in files:
         _copy(root, file)
     for link, target in links.items():
