@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from carrel.client.build_context import is_ignored, pack_context, read_rules
 from carrel.errors import InvalidRequest, LimitExceeded
 from carrel.images.build_layers import changes_layer, copy_layer, directory_layer
 from carrel.images.build_steps import CopyStep
+from carrel.primitives.build_context import is_ignored, pack_context, read_rules
 
 LARGEST = 1 << 20
 

@@ -24,6 +24,7 @@ from carrel.control.host import HostParts
 from carrel.control.images.building import ImageBuilds
 from carrel.control.images.images import Images
 from carrel.control.images.sandbox_image import SandboxImage
+from carrel.control.images.template_images import TemplateImages
 from carrel.control.mcp.catalogue import McpDiscovery
 from carrel.control.mcp.declarations import McpDeclarations, McpInstaller
 from carrel.control.mcp.links import McpLinks
@@ -258,7 +259,10 @@ class ControlPlane:
             values.clean_text,
         )
         self.packages = packages = TemplatePackages(templates, environments, own)
-        self.operations = operations = Operations(sessions, admission, values, policies.longest, packages)
+        template_images = TemplateImages(templates, self.image_builds, images, store)
+        self.operations = operations = Operations(
+            sessions, admission, values, policies.longest, packages, template_images
+        )
         self.policy_changes = changes = PolicyChanges(policies, live, attachments, sessions)
         self.decisions = ApprovalDecisions(approvals, admission, changes, values.clean)
         self.secrets = SecretService(values, live, attachments)

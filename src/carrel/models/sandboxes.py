@@ -179,6 +179,7 @@ class TemplateInfo(Answer):
     description: str = ""
     provider: str | None = None
     image: str | None = None
+    build: bool = Field(default=False, description="whether its image is built from a Dockerfile of the template")
     network: Network | None = None
     limits: Limits = Field(default_factory=Limits)
     env: list[str] = Field(default_factory=list, description="names of variables, without their values")

@@ -10,11 +10,11 @@ from tests.support import images
 from tests.support.calls import ADMIN
 from tests.support.sandboxes import KINDS
 
-from carrel.client.build_context import pack_context
 from carrel.control.plane import ControlPlane
 from carrel.errors import InvalidRequest
 from carrel.models import CommandRequest, SandboxRequest
 from carrel.models.images import ImageBuild, ImageInfo
+from carrel.primitives.build_context import pack_context
 
 pytestmark = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
 

@@ -14,9 +14,9 @@ from urllib.parse import quote
 from carrel.client._io_sync import Progress, Source, blocking, pieces
 from carrel.client._sync.bundles import open_local
 from carrel.client._sync.connection import Connection
-from carrel.client.build_context import pack_context
 from carrel.errors import PlatformError, ServerUnreachable, from_problem
 from carrel.models.images import ImageDetails, ImageInfo, ImageList, ImageProgress
+from carrel.primitives.build_context import pack_context
 
 OnImageProgress = Callable[[ImageProgress], object]
 """Called with the progress of each layer, again and again."""

@@ -115,6 +115,10 @@ class Images:
         """Return an image for a sandbox; it is pulled if it is missing."""
         return await self._find(reference) or await self._pull(caller, reference, nothing)
 
+    async def is_here(self, reference: ImageReference) -> bool:
+        """Whether the storage has an image."""
+        return await self._find(reference) is not None
+
     async def hold(self, reference: ImageReference, digest: str) -> tuple[StoredImage, RootHold]:
         """Keep the image of a session from being removed until the hold is released. A missing one is pulled again, by
         its digest: nobody has to be asked again for it.

@@ -65,6 +65,13 @@ class PackageBuilds(Protocol):
         """Wait a short time for packages that are being built: the next command may need them."""
 
 
+class TemplateImageBuilds(Protocol):
+    """Builds the images of templates."""
+
+    async def provide(self, caller: Caller, request: SandboxRequest) -> None:
+        """Build the image that a new sandbox gets from its template, if it is missing."""
+
+
 class SandboxOperations(ABC, Generic[C]):
     """The operations on running sandboxes, for one kind of caller."""
 
@@ -77,6 +84,10 @@ class SandboxOperations(ABC, Generic[C]):
     @abstractmethod
     async def _wait_for_packages(self, box: LiveSandbox) -> None:
         """Wait for the packages of the sandbox's template, where its commands may need them."""
+
+    @abstractmethod
+    async def _provide_image(self, caller: C, request: SandboxRequest) -> None:
+        """Build the image of the template, where a new sandbox needs it."""
 
     def admit(
         self,
@@ -124,6 +135,7 @@ class SandboxOperations(ABC, Generic[C]):
             arguments["env"] = variables
         async with self.admit(caller, op.DEPLOY_OR_RESUME, arguments, context_id=request.context_id):
             key = caller.own(idempotency_key) if isinstance(caller, Caller) else None
+            await self._provide_image(caller, request)
             return await self._sessions.deploy_or_resume(caller, request, key)
 
     async def terminate(self, caller: C, name: str, request: TerminateRequest) -> SandboxInfo:
@@ -334,21 +346,34 @@ class Operations(SandboxOperations[Caller]):
     """The operations that callers ask for: decided, recorded, and counted as activity of the agent."""
 
     def __init__(
-        self, sessions: Sessions, admission: Admission, secrets: SecretValues, longest: Longest, packages: PackageBuilds
+        self,
+        sessions: Sessions,
+        admission: Admission,
+        secrets: SecretValues,
+        longest: Longest,
+        packages: PackageBuilds,
+        images: TemplateImageBuilds,
     ):
         super().__init__(sessions, admission, secrets, longest)
         self._packages = packages
+        self._images = images
 
     async def _wait_for_packages(self, box: LiveSandbox) -> None:
         await self._packages.wait_briefly(box)
 
+    async def _provide_image(self, caller: Caller, request: SandboxRequest) -> None:
+        await self._images.provide(caller, request)
+
 
 class OwnOperations(SandboxOperations[OwnWork]):
     """The operations of carrel itself: upkeep, builds, installs. Nobody decides or records them, and they need no
-    packages: packages are made by them.
+    packages and images of templates: those are made by them.
     """
 
     async def _wait_for_packages(self, box: LiveSandbox) -> None:
+        return
+
+    async def _provide_image(self, caller: OwnWork, request: SandboxRequest) -> None:
         return
 
     async def empty(self, caller: OwnWork, name: str) -> Emptied:

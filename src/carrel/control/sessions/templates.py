@@ -2,17 +2,19 @@
 them into requests.
 
 A template is a folder with the files `template.toml`, `settings.json` and `sources.json`, each of them optional.
-`policies` compiles its policy, `template_packages` builds its packages. Everybody who may start a sandbox may use it.
+`policies` compiles its policy, `template_packages` builds its packages, `template_images` its image. Everybody who may
+start a sandbox may use it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import difflib
+import hashlib
 import os
 import re
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import urlsplit
 
 import carrel
@@ -44,6 +46,18 @@ Names = list[str]
 _Marks = tuple[tuple[int, int, int] | None, ...]
 
 
+DOCKERFILE = "Dockerfile"
+MOST_BUILD_FILES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class BuildFolder:
+    """The folder of a template that its image is built from. The name of the image changes with the files."""
+
+    path: str
+    image: str
+
+
 @dataclass(frozen=True, slots=True)
 class Template:
     """A usable template. It is immutable: when its files change, a new one is made."""
@@ -52,6 +66,7 @@ class Template:
     recipe: Recipe = field(default_factory=Recipe)
     layer: Layer | None = None
     shipped: bool = False
+    build: BuildFolder | None = None
 
     def info(self) -> TemplateInfo:
         recipe, layer = self.recipe, self.layer
@@ -60,6 +75,7 @@ class Template:
             description=recipe.description,
             provider=recipe.provider,
             image=recipe.image,
+            build=self.build is not None,
             network=recipe.network,
             limits=recipe.limits,
             env=sorted(recipe.env),
@@ -83,7 +99,7 @@ class Template:
         if request.provider == "auto" and recipe.provider is not None:
             changes["provider"] = recipe.provider
         if request.image is None:
-            changes["image"] = recipe.image
+            changes["image"] = recipe.image if self.build is None else self.build.image
         if request.network is None:
             changes["network"] = recipe.network
         return request.model_copy(update=changes)
@@ -228,7 +244,8 @@ class Templates(Attachment):
             raise self._unknown(name)
         marks = tuple(_mark(os.path.join(folder, each)) for each in (".", RECIPE, SETTINGS, SOURCES))
         if known is not None and known[1] == marks:
-            return known[0], marks
+            build = _build_folder(name, folder, known[0].recipe)
+            return known[0] if build == known[0].build else replace(known[0], build=build), marks
         recipe, settings, sources = (_text(folder, each) for each in (RECIPE, SETTINGS, SOURCES))
         if folder == folders[1]:
             recipe, sources = self._named_search(name, recipe), self._named_search(name, sources)
@@ -247,7 +264,8 @@ class Templates(Attachment):
             requirements_of(read.packages)
         except InvalidRequest as error:
             raise InvalidRequest(f"{name}/{RECIPE}: {error.detail}", field="packages", hint=error.hint) from None
-        return Template(name, read, layer, shipped=folder == folders[1]), marks
+        build = _build_folder(name, folder, read)
+        return Template(name, read, layer, shipped=folder == folders[1], build=build), marks
 
     def _named_search(self, name: str, text: bytes | None) -> bytes | None:
         """Put the search endpoint of the operator into a document of a shipped template."""
@@ -267,6 +285,27 @@ class Templates(Attachment):
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         hint = f"did you mean '{near[0]}'?" if near else f"the templates are: {', '.join(names[:20]) or 'none'}"
         return InvalidRequest(f"there is no template '{name[:64]}'", field="template", hint=hint)
+
+
+def _build_folder(name: str, folder: str, recipe: Recipe) -> BuildFolder | None:
+    """Return the folder that the image of a template is built from. Blocking."""
+    if recipe.build is None:
+        return None
+    top = os.path.normpath(os.path.join(folder, recipe.build))
+    if not os.path.isfile(os.path.join(top, DOCKERFILE)):
+        hint = f"add it, or correct `build` in {name}/{RECIPE}"
+        raise InvalidRequest(f"the template '{name}' has no {recipe.build}/{DOCKERFILE}", field="build", hint=hint)
+    digest, count = hashlib.sha256(name.encode()), 0
+    for path, folders, files in os.walk(top):
+        folders.sort()
+        for each in sorted((*folders, *files)):
+            found = os.lstat(os.path.join(path, each))
+            digest.update(f"{path}/{each}\0{found.st_mode}\0{found.st_size}\0{found.st_mtime_ns}\0".encode())
+            count += 1
+        if count > MOST_BUILD_FILES:
+            why = f"the build folder of the template '{name}' has more than {MOST_BUILD_FILES} files"
+            raise InvalidRequest(why, field="build", hint="keep only what the Dockerfile copies")
+    return BuildFolder(top, f"localhost/carrel-template:{digest.hexdigest()[:40]}")
 
 
 def _mark(path: str) -> tuple[int, int, int] | None:

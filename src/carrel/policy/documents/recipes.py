@@ -25,6 +25,11 @@ class Recipe(DocumentPart):
     description: str = Field(default="", max_length=500, description="the purpose, in one line")
     provider: str | None = Field(default=None, max_length=64, description="where its sandboxes run")
     image: ImageName | None = Field(default=None, description="the OCI image that its sandboxes run from")
+    build: str | None = Field(
+        default=None,
+        pattern=r"^(\.|[A-Za-z0-9][A-Za-z0-9._-]{0,63})$",
+        description="a folder of the template with a `Dockerfile`, or `.`: the image of its sandboxes is built from it",
+    )
     network: Network | None = Field(default=None, description="the network access of its sandboxes")
     limits: Limits = Field(default_factory=Limits, description="the limits of its sandboxes")
     env: dict[EnvName, NoNul] = Field(
@@ -52,4 +57,7 @@ def load(text: bytes, source: str = NAME) -> Recipe:
         table = tomllib.loads(text.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"{source} is not TOML: {error}", field=source, hint="correct the file") from None
-    return build(table, Recipe, source)
+    recipe = build(table, Recipe, source)
+    if recipe.image is not None and recipe.build is not None:
+        raise InvalidRequest(f"{source} has `image` and `build`", field="build", hint="keep one of the two")
+    return recipe
