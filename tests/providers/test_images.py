@@ -65,7 +65,7 @@ async def test_supervisor_needs_nothing_of_an_empty_image(home: House, roots: Pa
         assert (await http.get("/files/stat?path=none")).status_code == 404
         # As long as one command waits for its input, the next is started by another process.
         texts = [
-            await inside.run("echo"),
+            await inside.run("echo a"),
             await inside.run(["tool"]),
             await inside.run("echo", terminal={"rows": 2, "cols": 9}),
         ]
@@ -74,6 +74,8 @@ async def test_supervisor_needs_nothing_of_an_empty_image(home: House, roots: Pa
             "carrel: this sandbox has no shell (/bin/sh): give the command as a list of words, not as one text\n"
         )
         assert texts[1]["stderr"] == "carrel: tool: command not found\n"
+        one_word = await inside.run("echo")
+        assert one_word["stderr"] == "carrel: this sandbox has no shell (/bin/sh) and no program echo\n"
         problem = await inside.refused("POST", "/python", {"code": "1"})
         assert problem["code"] == "unsupported" and "no python3" in problem["detail"]
         await inside.ask("PUT", "/mcp/server", {"command": ["server"], "generation": "1"})
@@ -89,6 +91,7 @@ async def test_program_without_libraries(home: House, roots: Path) -> None:
     async with home.box(image=images.image(roots / "static")) as box:
         said = await box.supervisor.run([images.HELLO])
         assert (said["exit_code"], said["stderr"]) == (126, "hello\n")
+        assert (await box.supervisor.run("hello"))["stderr"] == "hello\n", "one word needs no shell"
         said = await box.supervisor.run(["true"])
         assert said["exit_code"] == 127
         assert said["stderr"] == (

@@ -132,7 +132,7 @@ def test_every_kind_of_image(spawn: Any, place: Path) -> None:
         place,
         empty={"root": "empty", "commands": ["true"]},
         static={"root": "static", "commands": [[images.HELLO]]},
-        musl={"root": "musl", "user": "7", "commands": [["who"], "who"]},
+        musl={"root": "musl", "user": "7", "commands": [["who"], "who;"]},
         debian={"root": "debian", "commands": [root]},
     )
     assert "this sandbox has no shell" in next(answers)[0]["stderr"]

@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import resource
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 
 from carrel.errors import AlreadyExists, LimitExceeded, NotFound, NotRunning
@@ -37,6 +38,7 @@ from carrel.supervisor.reaper import (
 )
 
 CAPACITY = 64
+_PLAIN_WORD = re.compile(r"[A-Za-z0-9_./+-]+")
 REMEMBERED = 128
 READ_SIZE = 256 * 1024
 LAST_DRAIN = 1024 * 1024
@@ -152,7 +154,7 @@ class Commands:
 
     def start(self, order: Order) -> SupervisedCommand:
         """Start a command. A program that cannot be found or executed is a result (127, 126), as in a shell."""
-        argv = [SHELL, "-c", order.command] if isinstance(order.command, str) else list(order.command)
+        argv = _argv(order.command)
         program = find_program(argv[0], order.env.get("PATH", ""), order.directory)
 
         def launch(command: SupervisedCommand, stdio: Stdio | None) -> None:
@@ -511,10 +513,20 @@ class Commands:
         self._sweeps -= 1
 
 
+def _argv(command: str | Sequence[str]) -> list[str]:
+    """Return the words to run. A text needs a shell; without one, a text that is a single plain word is a program."""
+    if not isinstance(command, str):
+        return list(command)
+    plain = _PLAIN_WORD.fullmatch(command) and not os.path.lexists(SHELL)
+    return [command] if plain else [SHELL, "-c", command]
+
+
 def _not_found(order: Order, name: str) -> str:
     """Return why the kernel did not find a program: an image may lack its shell, or what a program needs to start."""
     if name == SHELL and not os.path.lexists(SHELL):
         return f"this sandbox has no shell ({SHELL}): give the command as a list of words, not as one text"
+    if isinstance(order.command, str) and find_program(name, order.env.get("PATH", ""), order.directory) is None:
+        return f"this sandbox has no shell ({SHELL}) and no program {name}"
     program = find_program(name, order.env.get("PATH", ""), order.directory)
     if program is not None and os.access(program, os.F_OK, dir_fd=order.directory):
         return f"{name}: it is there, but the loader or interpreter that it needs is not in this sandbox"
