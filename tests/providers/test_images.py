@@ -98,6 +98,10 @@ async def test_program_without_libraries(home: House, roots: Path) -> None:
             "carrel: true: it is there, but the loader or interpreter that it needs is not in this sandbox\n"
         )
         assert (await box.supervisor.run(["/bin/hello/"]))["exit_code"] in {126, 127}
+    masks = Masks(programs=("hello",), refusal={"hello": "denied"})
+    async with home.box(image=images.image(roots / "static"), masks=masks) as box:
+        said = await box.supervisor.run(["hello"])
+        assert (said["exit_code"], said["stderr"]) == (126, "denied\n")
 
 
 async def _says(box: Box, command: str) -> str:
