@@ -178,7 +178,7 @@ class SandboxForker:
         self._isolate = isolate
         self._root = os.geteuid() == 0
         self._count = 0
-        self._program = self._folder_program = b""
+        self._program = self._folder_program = self._build_program = b""
         self._prepared: object = None
         self._ids: ids.HostIds | None = None
         self._workspaces = -1
@@ -206,6 +206,7 @@ class SandboxForker:
             checks = {} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS
             self._program = seccomp.build(more=checks)
             self._folder_program = seccomp.build(more={**checks, **seccomp.without_set_ids()})
+            self._build_program = seccomp.build(more={**checks, **seccomp.FOR_BUILDS})
             self._ids = ids.HostIds() if self._root else None
             self._opener = zygote_root.enter(
                 workspaces, root=self._root, shared=shared, folder_roots=folder_roots, images=images
@@ -270,9 +271,15 @@ class SandboxForker:
         try:
             if self._isolate:
                 self.cgroups.limit(child.group, spec.memory_mb, spec.cpus)
-                image = self._image_mount(sandbox.ImageSpec(**spec.image), child) if spec.image else -1
+                wanted = sandbox.ImageSpec(**spec.image) if spec.image else None
+                image = -1 if wanted is None else self._image_mount(wanted, child)
                 self._map_owners(more, child)
-                mount = more.pop(0) if spec.folder else self._volume_mount(spec.workspace, child.pid)
+                if spec.folder:
+                    mount = more.pop(0)
+                elif wanted is not None and wanted.writable:
+                    mount = self._build_mount(spec.workspace, child.slot)
+                else:
+                    mount = self._volume_mount(spec.workspace, child.pid)
                 fds += [mount, *(each for each in (plan, image) if each >= 0), *more]
                 if spec.folder and spec.masked:
                     child.folder = spec.folder
@@ -312,9 +319,8 @@ class SandboxForker:
         if not self._idmap or _KERNEL < _IDMAPPED_OVERLAYS:
             return
         if image.writable:
-            uid, gid = image.owner
-            maps = ids.writable_image_map(child.slot, uid), ids.writable_image_map(child.slot, gid)
-            users = linux.user_namespace(*maps)
+            first = ids.owner(child.slot)
+            users = linux.user_namespace(*(ids.build_map(each, first) for each in image.owner))
         elif image.owner == _AGENT:
             users = os.open(f"/proc/{child.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         else:
@@ -493,6 +499,14 @@ class SandboxForker:
         finally:
             os.close(users)
 
+    def _build_mount(self, name: str, slot: int) -> int:
+        """Return a mount of the volume of a build. Its files keep ids that no user of the host has, so a set-user-ID
+        file there gives nobody anything.
+        """
+        if self._ids is not None:
+            os.chown(name, ids.owner(slot), ids.owner(slot), dir_fd=self._workspaces, follow_symlinks=False)
+        return self._workspace_mount(name, -1)
+
     def _workspace_mount(self, name: str, users: int) -> int:
         """Return a mount of a workspace; `users` is the user namespace of its sandbox, or -1 without idmapping."""
         mount = linux.open_tree(name, dir_fd=self._workspaces)
@@ -529,6 +543,8 @@ class SandboxForker:
                 if spec.network == "bridge":
                     sandbox.hand_over_network(orders)
                 program = self._folder_program if spec.folder else self._program
+                if spec.image.get("writable"):
+                    program = self._build_program
                 sandbox.complete(spec, fds[1:], program, root=self._root)
                 for descriptor in fds[1:]:
                     os.close(descriptor)

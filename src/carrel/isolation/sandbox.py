@@ -15,7 +15,18 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from carrel.isolation import budgets, folder_mounts, image_root, inside, landlock, linux, mask_mounts, rootfs, seccomp
+from carrel.isolation import (
+    budgets,
+    folder_mounts,
+    ids,
+    image_root,
+    inside,
+    landlock,
+    linux,
+    mask_mounts,
+    rootfs,
+    seccomp,
+)
 from carrel.isolation.inside import MOST_DESCRIPTORS, PROXY_PORT
 from carrel.primitives import libc
 from carrel.primitives.kernel_files import write
@@ -45,7 +56,9 @@ class ImageSpec:
     environment: dict[str, str] = field(default_factory=dict)
     working_directory: str = ""
     writable: bool = False
-    """Whether the root can be changed. The changes are kept in the volume of the sandbox."""
+    """Whether the root can be changed, as for a RUN line of a build. The changes are kept in the volume."""
+    home: str = ""
+    """The home of the user in the image, if the root can be changed."""
 
     @property
     def owner(self) -> tuple[int, int]:
@@ -165,7 +178,8 @@ def hand_over_network(orders: socket.socket) -> None:
 
 def hand_over_memory(orders: socket.socket, spec: Spec) -> None:
     """Send the zygote descriptors for measuring the memory that this sandbox uses outside of its processes."""
-    paths = ("/tmp", "/dev/shm") if inside.HOME in spec.mounts else (inside.HOME, "/tmp", "/dev/shm")
+    on_disk = {*spec.mounts, *(["/tmp"] if spec.image.get("writable") else [])}
+    paths = [path for path in (inside.HOME, "/tmp", "/dev/shm") if path not in on_disk]
     fds = [os.open("/proc/sysvipc/shm", os.O_RDONLY | os.O_CLOEXEC)]
     fds += [os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) for path in paths]
     try:
@@ -185,12 +199,11 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
     image = ImageSpec(**spec.image) if spec.image else None
     writable = image is not None and image.writable
     if image is not None and writable:
-        # The agent and root of the image have swapped their ids if the agent is root there.
-        owner = rootfs.SANDBOX_UID if image.uid == 0 else 0
-        workspace_fd = image_root.keep_changes(workspace_fd, owner if root else None)
+        workspace_fd = image_root.keep_changes(workspace_fd, _root_of(image) if root else None)
     place = BASE if image is None else image_root.mount(more.pop(0), BASE, trust=spec.trust, writable=writable)
     covered = folder_mounts.cover(place, [spec.folder, *spec.mounts])
-    plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=inside.HOME in spec.mounts)
+    kept_home = inside.HOME in spec.mounts
+    plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=kept_home, own_tmp=not writable)
     rootfs.apply_plan(plan, place, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
     if spec.folder:
         folder_mounts.attach(place, spec.folder, list(zip(spec.mounts, more, strict=True)), covered)
@@ -202,13 +215,15 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
     if spec.watched and spec.network != "host":
         budgets.limit_tcp_buffers()
     _limit(spec)
-    linux.drop_bounding_set()
-    if root:
-        os.setresgid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
-        os.setresuid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
-    if image is not None and image.owner != (rootfs.SANDBOX_UID, rootfs.SANDBOX_UID):
-        _rename_agent(*image.owner)
-    linux.drop_capabilities()
+    if image is not None and writable and root:
+        _take_image_users(image)
+    else:
+        linux.drop_bounding_set()
+        if root:
+            _become_agent()
+        if image is not None and image.owner != (rootfs.SANDBOX_UID, rootfs.SANDBOX_UID):
+            _rename_agent(*image.owner)
+        linux.drop_capabilities()
     libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
         # With the secrets: a rule applies to a directory through all its mounts, and the agent's mount is read-only.
@@ -216,6 +231,48 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
     seccomp.install(program)
     if image is not None and image.working_directory and not os.path.isdir(image.working_directory):
         raise OSError(f"the image's working directory {image.working_directory[:200]} is not a directory in it")
+
+
+def _root_of(image: ImageSpec) -> tuple[int, int]:
+    """Return the user and group ids that root of a build's image has in the sandbox."""
+    uid, gid = (next(row[1] for row in ids.image_rows(each) if row[0] == 0) for each in image.owner)
+    return uid, gid
+
+
+def _become_agent() -> None:
+    os.setresgid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
+    os.setresuid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
+
+
+def _take_image_users(image: ImageSpec) -> None:
+    """Enter a user namespace that has the users of an image. Its root keeps the capabilities that package managers use.
+
+    They hold for that namespace, which owns no other: so they reach the files and processes of these users, of which
+    there are none outside this sandbox, and nothing else of the kernel.
+    """
+    uid, gid = image.owner
+    asked, ready = os.pipe()
+    writer = os.fork()  # it keeps the rights over these ids, which this process gives up
+    if writer == 0:
+        code = 1
+        try:
+            os.close(ready)
+            if os.read(asked, 1):
+                linux.write_id_maps("/proc/1", ids.build_map(uid), ids.build_map(gid))
+                code = 0
+        finally:
+            os._exit(code)
+    os.close(asked)
+    _become_agent()
+    libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of /proc/1 follows it
+    linux.unshare(linux.CLONE_NEWUSER)
+    os.write(ready, b"\n")
+    os.close(ready)
+    if os.waitpid(writer, 0)[1] != 0:
+        raise OSError("the users of the image could not be mapped")
+    kept = linux.FOR_INSTALLING if uid == 0 else ()
+    linux.drop_bounding_set(kept)  # every user namespace begins with all of it
+    linux.drop_capabilities(kept)
 
 
 def _rename_agent(uid: int, gid: int) -> None:

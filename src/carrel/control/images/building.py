@@ -39,9 +39,8 @@ from carrel.images.dockerfile import SCRATCH, Dockerfile, parse, refused
 from carrel.images.documents import OCI_CONFIG, OCI_LAYER, BlobDescriptor, ImageConfig, ImageManifest, ImagePlatform
 from carrel.images.reference import ImageReference
 from carrel.images.storage import ImageStorage, StoredImage
-from carrel.isolation import image_user
+from carrel.isolation import ids, image_user
 from carrel.isolation.image_root import COMMON, UPPER
-from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.models import CommandRequest, Network, SandboxRequest
 from carrel.models import operations as op
 from carrel.models.images import ImageBuild, ImageInfo
@@ -370,15 +369,11 @@ class _Build:
 def _owners(agent: Owner) -> Callable[[os.stat_result], Owner]:
     """Return the owner in the image of a file of the sandbox's volume.
 
-    As root, the agent and the user that it is in the image have swapped their ids. An ordinary user has only one id.
+    As root, each has an id of its own. An ordinary user has only one id.
     """
     if os.geteuid() != 0:
         return lambda _info: agent
-
-    def one(found: int, wanted: int) -> int:
-        return wanted if found == SANDBOX_UID else SANDBOX_UID if found == wanted else found
-
-    return lambda info: (one(info.st_uid, agent[0]), one(info.st_gid, agent[1]))
+    return lambda info: (ids.in_image(info.st_uid, agent[0]), ids.in_image(info.st_gid, agent[1]))
 
 
 def _digest(path: str) -> tuple[str, int]:
