@@ -153,8 +153,10 @@ def _layer(path: str, most: int) -> Iterator[tuple[_LayerTar, Callable[[], Writt
 # COPY
 
 
-def copy_layer(step: CopyStep, source: str, root: str, owner: Owner, path: str, most: int) -> WrittenLayer:
-    """Write the layer of a COPY or ADD to `path`. `source` has the files, `root` is the image so far."""
+def copy_layer(step: CopyStep, source: str, root: str, owner: Owner | None, path: str, most: int) -> WrittenLayer:
+    """Write the layer of a COPY or ADD to `path`. `source` has the files, `root` is the image so far. Without an owner,
+    each file keeps its own.
+    """
     source_fd, root_fd = _open_root(source), _open_root(root)
     try:
         with _layer(path, most) as (tar, written):
@@ -185,7 +187,7 @@ def directory_layer(directory: str, root: str, owner: Owner, path: str) -> Writt
 
 
 def _copy_one(
-    tar: _LayerTar, source: int, name: str, root: int, target: str, owner: Owner, mode: int | None, *, into: bool
+    tar: _LayerTar, source: int, name: str, root: int, target: str, owner: Owner | None, mode: int | None, *, into: bool
 ) -> None:
     place = libc.open_in_root(source, os.fsencode(name), os.O_PATH)
     try:
@@ -194,7 +196,7 @@ def _copy_one(
             # Opened again for reading, by its descriptor: the name may mean something else by now.
             directory = os.open(f"/proc/self/fd/{place}", walk.DIRECTORY & ~os.O_NOFOLLOW)
             try:
-                _make_parents(tar, root, f"{target}/x", owner)
+                _make_parents(tar, root, f"{target}/x", owner or (0, 0))
                 _copy_tree(tar, directory, target, owner, mode)
             finally:
                 os.close(directory)
@@ -205,24 +207,25 @@ def _copy_one(
         os.close(place)
     try:
         path = posixpath.join(target, posixpath.basename(name.rstrip("/"))) if into else target
-        _make_parents(tar, root, path, (0, 0) if mode is None else owner)
-        tar.entry(path, os.path.basename(resolved), parent, info, info.st_mode if mode is None else mode, owner)
+        _make_parents(tar, root, path, (0, 0) if mode is None or owner is None else owner)
+        wanted = info.st_mode if mode is None else mode
+        tar.entry(path, os.path.basename(resolved), parent, info, wanted, owner or (info.st_uid, info.st_gid))
     finally:
         os.close(parent)
 
 
-def _copy_tree(tar: _LayerTar, directory: int, target: str, owner: Owner, mode: int | None) -> None:
+def _copy_tree(tar: _LayerTar, directory: int, target: str, owner: Owner | None, mode: int | None) -> None:
     for visited in walk.visit(directory):
         if visited.path_bytes > walk.LONGEST_PATH:
             raise walk.too_deep([target])
         base = posixpath.join(target, visited.path) if visited.path else target
         for name, info in sorted(visited.entries, key=lambda entry: entry[0]):
             path = posixpath.join(base, name)
-            wanted = info.st_mode if mode is None else mode
+            wanted, whose = info.st_mode if mode is None else mode, owner or (info.st_uid, info.st_gid)
             if stat.S_ISDIR(info.st_mode):
-                tar.directory(path, wanted, owner)
+                tar.directory(path, wanted, whose)
             else:
-                tar.entry(path, name, visited.fd, info, wanted, owner)
+                tar.entry(path, name, visited.fd, info, wanted, whose)
 
 
 def _make_parents(tar: _LayerTar, root: int, path: str, owner: Owner) -> None:

@@ -120,6 +120,8 @@ def mount(image: int, base: str, *, trust: bool, writable: bool = False) -> str:
     else:
         flags |= linux.MS_RDONLY
     linux.mount("overlay", MERGED, "overlay", flags, options)
+    if writable:  # the kernel lets nobody read it, but an ordinary user's server has to measure the volume
+        os.chmod(f"{CHANGES}/{_WORK}/work", 0o700)
     for path in _SHARED:
         tree = linux.open_tree(base + path, recursive=True)
         try:

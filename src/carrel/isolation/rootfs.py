@@ -168,6 +168,12 @@ Dir::Cache::pkgcache "";
 Dir::Cache::srcpkgcache "";
 Acquire::Retries "0";
 """
+BUILD_APT_CONFIG = "/etc/carrel/apt-build.conf"
+_BUILD_APT = """\
+// A RUN line is isolated already. An ordinary user's server has no second user to download as.
+APT::Sandbox::User "root";
+Acquire::Retries "0";
+"""
 NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
 
 
@@ -226,6 +232,7 @@ def base_plan(links: Mapping[str, str | None], host: str = "/", names: Sequence[
         TextFile(NODE_PRELOAD, _NODE),
         *(TextFile(f"{PYTHON}/{name}", text) for name, text in _PYTHON.items()),
         TextFile(APT_CONFIG, _APT),
+        TextFile(BUILD_APT_CONFIG, _BUILD_APT),
         EmptyDirectory(os.path.dirname(CURL_OFFLINE)),
         *(EmptyDirectory(folder) for folder in _CURL_TEXTS),
         *(

@@ -151,7 +151,7 @@ class Supervisor:
             user=(image.user if image is not None else "") or "agent",
         )
         if builds:
-            self._env.pop("APT_CONFIG", None)  # it is for agents, who cannot install
+            self._env["APT_CONFIG"] = environment.BUILD_APT_CONFIG
         if image is not None and python:
             self._env.setdefault("CARREL_PYTHON", python)
         self.python.configure(self._env, python, isolated=facts.isolated)

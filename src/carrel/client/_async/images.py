@@ -13,8 +13,8 @@ from urllib.parse import quote
 
 from carrel.client._async.bundles import open_local
 from carrel.client._async.connection import AsyncConnection
-from carrel.client._async.files import save_as
-from carrel.client._io_async import Progress, Source, blocking, give, pieces
+from carrel.client._async.files import give, save_as
+from carrel.client._io_async import Progress, Source, blocking, pieces
 from carrel.client.build_context import pack_context
 from carrel.errors import PlatformError, ServerUnreachable, from_problem
 from carrel.models.images import ImageDetails, ImageInfo, ImageList, ImageProgress

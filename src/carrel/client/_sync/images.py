@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import quote
 
-from carrel.client._io_sync import Progress, Source, blocking, give, pieces
+from carrel.client._io_sync import Progress, Source, blocking, pieces
 from carrel.client._sync.bundles import open_local
 from carrel.client._sync.connection import Connection
-from carrel.client._sync.files import save_as
+from carrel.client._sync.files import give, save_as
 from carrel.client.build_context import pack_context
 from carrel.errors import PlatformError, ServerUnreachable, from_problem
 from carrel.models.images import ImageDetails, ImageInfo, ImageList, ImageProgress

@@ -53,6 +53,11 @@ SayLine = Callable[[str], None]
 """Gets the log of a build, line by line."""
 
 _MOST_WORDS = 4000
+_ALL_USERS = "see the log of the build"
+_ONE_USER = (
+    "see the log of the build; this server runs as an ordinary user, so a RUN line has one user id: it cannot give "
+    "files to other users (chown) or become one (su); build such images on a server that runs as root"
+)
 _COMPRESSIONS: dict[bytes, Callable[[BinaryIO], BinaryIO]] = {
     b"\x1f\x8b": lambda file: cast(BinaryIO, gzip.open(file)),  # noqa: SIM115
     b"BZh": lambda file: cast(BinaryIO, bz2.open(file)),  # noqa: SIM115
@@ -124,7 +129,7 @@ class _Runs:
             words = (result.stderr or result.stdout).strip()[-_MOST_WORDS:]
             why = "there is not enough memory" if result.oom_killed else words
             ended = f"it ended with {result.exit_code if result.exit_code is not None else result.signal}"
-            raise refused(step.line, f"RUN failed: {ended}: {why}", "see the log of the build")
+            raise refused(step.line, f"RUN failed: {ended}: {why}", _ALL_USERS if os.geteuid() == 0 else _ONE_USER)
 
 
 class ImageBuilds:
@@ -251,7 +256,10 @@ class _Build:
         return image if step.unpack else await self._copied(step, source, image)
 
     async def _copied(self, step: CopyStep, source: StoredImage, image: StoredImage) -> StoredImage:
-        owner, most = await self._owner(step.line, image, step.owner), self._runs.largest
+        owner: Owner | None = None  # as in the archive
+        if step.owner or not step.unpack or source is self._context:
+            owner = await self._owner(step.line, image, step.owner)
+        most = self._runs.largest
         said = ["copy", image.digest, source.digest, step.sources, step.target, owner, step.mode]
 
         async def make() -> StoredImage:
@@ -267,6 +275,9 @@ class _Build:
         try:
             most = self._runs.largest
             if await run_to_end(lambda: unpacked_archive(source.root, step.sources[0], path, most)):
+                if step.target == "/" and not step.owner and step.mode is None:  # it is a layer
+                    digest, size = await run_to_end(lambda: _digest(path))
+                    return await self._add(image, WrittenLayer(digest, size, 1), path)
                 inside = await self._context_image(path)
                 step = replace(step, sources=(".",), target=step.target.rstrip("/") + "/")
                 return await self._copied(step, inside, image)
