@@ -17,6 +17,7 @@ import tarfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import IO
 
 from carrel.errors import LimitExceeded, NotFound
 from carrel.images.build_steps import CopyStep
@@ -90,6 +91,12 @@ class _LayerTar:
     def empty(self, path: str) -> None:
         self._add(self._header(path, tarfile.REGTYPE, 0o644, (0, 0)))
 
+    def text(self, path: str, content: bytes, mode: int, owner: Owner) -> None:
+        """Add a file that is not on the disk."""
+        header = self._header(path, tarfile.REGTYPE, mode, owner)
+        header.size = len(content)
+        self._add(header, io.BytesIO(content))
+
     def entry(self, path: str, name: str, parent: int, info: os.stat_result, mode: int, owner: Owner) -> None:
         """Add what has this name in an open directory. Sockets, pipes and devices are left out."""
         kind = stat.S_IFMT(info.st_mode)
@@ -126,7 +133,7 @@ class _LayerTar:
         header.uid, header.gid = owner
         return header
 
-    def _add(self, header: tarfile.TarInfo, file: io.BufferedReader | None = None) -> None:
+    def _add(self, header: tarfile.TarInfo, file: IO[bytes] | None = None) -> None:
         self._tar.addfile(header, file)
         self.entries += 1
 
@@ -161,11 +168,15 @@ def copy_layer(step: CopyStep, source: str, root: str, owner: Owner | None, path
     try:
         with _layer(path, most) as (tar, written):
             found = [each for pattern in step.sources for each in _matching(source_fd, pattern, step.line)]
-            into = step.target.endswith("/") or len(found) > 1
+            into = step.target.endswith("/") or len(found) + len(step.texts) > 1
             target = resolve(root_fd, step.target)
             into = into or _is_directory(root_fd, target)
             for each in found:
                 _copy_one(tar, source_fd, each, root_fd, target, owner, step.mode, into=into)
+            for name, text in step.texts:
+                place = posixpath.join(target, name) if into else target
+                _make_parents(tar, root_fd, place, owner or (0, 0))
+                tar.text(place, text.encode(), 0o644 if step.mode is None else step.mode, owner or (0, 0))
             return written()
     finally:
         os.close(source_fd)

@@ -256,11 +256,11 @@ class _Build:
         return image if step.unpack else await self._copied(step, source, image)
 
     async def _copied(self, step: CopyStep, source: StoredImage, image: StoredImage) -> StoredImage:
-        owner: Owner | None = None  # as in the archive
-        if step.owner or not step.unpack or source is self._context:
+        owner: Owner | None = None  # as in the archive, whose owners an ordinary user cannot keep
+        if step.owner or not step.unpack or source is self._context or os.geteuid() != 0:
             owner = await self._owner(step.line, image, step.owner)
         most = self._runs.largest
-        said = ["copy", image.digest, source.digest, step.sources, step.target, owner, step.mode]
+        said = ["copy", image.digest, source.digest, step.sources, step.texts, step.target, owner, step.mode]
 
         async def make() -> StoredImage:
             return await self._layered(
