@@ -34,8 +34,8 @@ def test_a_shell_in_a_terminal(box: Sandbox) -> None:
 
 
 def test_a_program_in_a_terminal(box: Sandbox) -> None:
-    with box.terminal(command=["sh", "-c", "echo 'a b'; exit 3"]) as terminal:
-        assert b"".join(terminal) == b"a b\r\n"
+    with box.terminal(command=["sh", "-c", 'echo $0 "$1"; exit 3', "$HOME", "a  b&c"]) as terminal:
+        assert b"".join(terminal) == b"$HOME a  b&c\r\n", "no shell reads the words"
         assert terminal.exit is not None
         assert terminal.exit.exit_code == 3
 

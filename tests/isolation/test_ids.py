@@ -135,5 +135,17 @@ def test_ranges_of_two_slots_share_no_id_but_the_owner_of_files(one: int, other:
                 assert first.stop <= second.start or second.stop <= first.start
 
 
-def test_image_map_gives_files_of_the_image_user_to_the_agent() -> None:
-    assert ids.image_map(3, 0) == f"0 {ids.agent(3, idmap=True)} 1\n"
+def _mapped(text: str) -> dict[int, int]:
+    rows = (map(int, line.split()) for line in text.splitlines())
+    return {inner + n: outer + n for inner, outer, count in rows for n in range(count)}
+
+
+@pytest.mark.parametrize("wanted", [0, 33, SANDBOX_UID, 5000, RANGE - 1, RANGE, 2**31 - 1])
+def test_image_map_has_the_agent_as_the_user_of_the_image_and_each_other_user_once(wanted: int) -> None:
+    first = ids.owner(3)
+    found = _mapped(ids.image_map(wanted, first))
+    assert found[wanted] == ids.agent(3, idmap=True)
+    assert len(set(found.values())) == len(found) >= RANGE - 1
+    assert set(found.values()) <= set(range(first, first + RANGE))
+    assert all(found[each] == first + each for each in range(RANGE) if each not in {wanted, SANDBOX_UID})
+    assert {each: place - first for each, place in found.items()} == _mapped(ids.image_map(wanted))

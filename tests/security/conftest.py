@@ -319,12 +319,19 @@ def debian_archive(debian_root: Path) -> Iterator[Path]:
     path.unlink()
 
 
+def stock(server: Server, request: pytest.FixtureRequest) -> str:
+    """Give a server the image, once; return the image's name."""
+    if server.pid not in _STOCKED:
+        server.client.images.import_archive(request.getfixturevalue("debian_archive"))
+        _STOCKED.add(server.pid)
+    return IMAGE
+
+
 def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
     server = request.getfixturevalue("root_server" if setting.startswith("root") else "user_server")
     attacker = Attacker(setting, server, host)
-    if attacker.on_image and server.pid not in _STOCKED:
-        server.client.images.import_archive(request.getfixturevalue("debian_archive"))
-        _STOCKED.add(server.pid)
+    if attacker.on_image:
+        stock(server, request)
     try:
         yield attacker
     finally:
@@ -360,7 +367,8 @@ def compared(request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
 
 
 @pytest.fixture(scope="module")
-def hold(spawn: Any) -> Iterator[Hold]:
+def hold(spawn: Any, request: pytest.FixtureRequest) -> Iterator[Hold]:
     """Makes masked sandboxes, as root and as an ordinary user."""
-    with holding(spawn) as start:
+    on_image = request.config.getoption("--on-image")
+    with holding(spawn, request.getfixturevalue("debian_root") if on_image else None) as start:
         yield start

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tests.support.images import image
 from tests.support.sandboxes import Supervisor
 from tests.support.volumes import stored_bytes
 
@@ -51,7 +52,7 @@ class Capped:
 
 
 @pytest.fixture
-async def capped() -> AsyncIterator[Capped]:
+async def capped(request: pytest.FixtureRequest, debian_root: Path) -> AsyncIterator[Capped]:
     place = Path(tempfile.mkdtemp(prefix="cap"))
     place.chmod(0o755)
     driver = BtrfsDriver(str(place / "s"), pool_bytes=256 * MB, pool_max_bytes=256 * MB)
@@ -62,8 +63,10 @@ async def capped() -> AsyncIterator[Capped]:
     try:
         driver.create("a", CAP)
         (place / "run").mkdir()
-        provider = open_providers(str(place / "run"), driver.directory, allow_process=False)["namespace"]
-        handle = await provider.start(Launch("s1", driver.path("a"), Network.NONE))
+        images = str(debian_root.parent)
+        provider = open_providers(str(place / "run"), driver.directory, allow_process=False, images=images)["namespace"]
+        root = image(debian_root) if request.config.getoption("--on-image") else None
+        handle = await provider.start(Launch("s1", driver.path("a"), Network.NONE, image=root))
         supervisor = Supervisor(str(handle["socket"]))
         try:
             yield Capped(driver, supervisor)

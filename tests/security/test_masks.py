@@ -436,9 +436,9 @@ def test_a_hidden_file_deeper_than_any_path(hold: Hold) -> None:
 
 def test_thousands_of_masks(hold: Hold) -> None:
     names = sorted(name for name in os.listdir("/usr/bin") if name not in {"env", "sh", "dash"})
-    chosen = [*names, *(f"absent-{number}" for number in range(2000))][:2000]
+    chosen = ["whoami", *names, *(f"absent-{number}" for number in range(2000))][:2000]
     with hold(programs=chosen, refusal={name: f"no {name}".ljust(300, ".") for name in chosen}) as box:
-        done = box.run([names[-1]])
+        done = box.run(["whoami"])
         assert done["exit_code"] == 126
-        assert done["stderr"].startswith(f"no {names[-1]}..")
+        assert done["stderr"].startswith("no whoami..")
         assert box.run("echo the shell works")["stdout"] == "the shell works\n"

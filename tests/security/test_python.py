@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.security.conftest import stock
 from tests.support.servers import SCIENCE, Server
 
 from carrel.client import Sandbox
@@ -112,8 +113,9 @@ POISONS = {
 
 
 @pytest.fixture
-def box(scientific: Server) -> Iterator[Sandbox]:
-    with scientific.client.sandbox(template=SCIENCE) as box:
+def box(scientific: Server, request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    image = stock(scientific, request) if request.config.getoption("--on-image") else None
+    with scientific.client.sandbox(template=SCIENCE, image=image) as box:
         yield box
 
 

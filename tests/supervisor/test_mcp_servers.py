@@ -77,6 +77,29 @@ async def test_it_runs_as_a_command_does(box: Box) -> None:
     assert shown["env"]["A"] == "é"
 
 
+async def test_secrets_as_variables(box: Box) -> None:
+    supervisor = box.supervisor
+    show = "import json, os; print(json.dumps({'key': os.environ['KEY'], 'path': os.environ['PATH']}))"
+    await declare(supervisor, ["python3", "-u", "-c", show], secrets={"KEY": "token"})
+    if box.kind == "process":
+        problem = await supervisor.refused("POST", "/mcp/s/connect")
+        assert problem["detail"] == "the secret token cannot be used: it is not there"
+        return
+    for value, found in (("dmFsdWUK", "value"), ("w6kKCg==", "é"), ("YQBi", None), ("/w==", None), (None, None)):
+        await supervisor.ask("PUT", "/secrets", {"secrets": {} if value is None else {"token": value}})
+        if found is None:
+            problem = await supervisor.refused("POST", "/mcp/s/connect")
+            assert "the secret token cannot be used" in problem["detail"] and problem["hint"]
+            assert "the secret token cannot be used" in (await state(supervisor))["reason"]
+            continue
+        async with connected(supervisor) as link:
+            shown = await link.message()
+            assert shown["key"] == found and "/bin" in shown["path"]
+        await supervisor.ask("POST", "/mcp/s/stop")
+    problem = await supervisor.refused("PUT", "/mcp/t", {"command": ["x"], "generation": "1", "secrets": {"A=": "b"}})
+    assert problem["code"] == "invalid_request"
+
+
 async def test_the_same_generation_is_left_alone_and_another_ends_it(supervisor: Supervisor) -> None:
     await declare(supervisor, python(ECHO))
     async with connected(supervisor) as link:

@@ -19,9 +19,9 @@ from carrel.providers.base import RootImage
 
 HELLO = "/bin/hello"
 PROGRAMS = (  # noqa: SIM905
-    "awk base64 bash cat chmod chown cp curl cut date dd df echo env false find git grep head id kill ln ls mkdir mkfifo "
-    "mknod mount mv nice nohup printf ps readlink rm rmdir sed seq setsid sh sleep sort stat stty tail tee test timeout "
-    "touch tr true umount uname unshare wc which whoami xargs"
+    "awk base32 base64 bash cat chmod chown cp curl cut date dd df echo env false find git git-upload-pack grep head id "
+    "install kill ln ls make mkdir mkfifo mknod mount mv nice nohup perl printf ps readlink rm rmdir sed seq setsid sh "
+    "sleep sort stat stty tail tar tee test timeout touch tr true umount uname unshare wc which whoami xargs"
 ).split()
 _LIBRARY = re.compile(r"(/\S+) \(0x")
 
@@ -32,7 +32,7 @@ def image(root: Path, **more: object) -> RootImage:
     return RootImage(str(root), (status.st_dev, status.st_ino), **more)  # type: ignore[arg-type]
 
 
-def archive(root: Path, path: Path, name: str) -> None:
+def archive(root: Path, path: Path, name: str, user: str = "agent") -> None:
     """Write an archive as `docker save` does, with one layer."""
     layer = path.with_suffix(".layer")
     with tarfile.open(layer, "w") as file:
@@ -41,7 +41,7 @@ def archive(root: Path, path: Path, name: str) -> None:
     config = {
         "architecture": {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()],
         "os": "linux",
-        "config": {"User": "agent", "Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]},
+        "config": {"User": user, "Env": ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]},
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
     }
     documents = {
@@ -84,7 +84,7 @@ def musl(root: Path) -> None:
 
 def debian(root: Path, *, python: bool = True, programs: Iterable[str] = PROGRAMS) -> None:
     """A small Debian, copied from this host: a shell, programs, Python with its standard library."""
-    for name in ("etc", "usr/bin", "usr/lib", "root", "var/tmp", "home"):
+    for name in ("etc", "usr/bin", "usr/lib", "usr/share/git-core/templates", "root", "var/tmp", "home"):
         (root / name).mkdir(parents=True)
     (root / "root").chmod(0o700)
     for name in ("bin", "lib"):
@@ -101,6 +101,7 @@ def debian(root: Path, *, python: bool = True, programs: Iterable[str] = PROGRAM
         unwanted = shutil.ignore_patterns("test", "__pycache__", "idlelib", "tkinter", "ensurepip", "config-*")
         shutil.copytree(f"/usr/lib/{version}", root / f"usr/lib/{version}", ignore=unwanted, symlinks=True)
         files += [str(path) for path in Path(f"/usr/lib/{version}/lib-dynload").glob("*.so")]
+        files += [str(path) for path in Path("/usr/lib").glob("*-linux-gnu/libstdc++.so.6")]  # packages need it
     for file in files:
         _copy(root, file)
     for link, target in links.items():

@@ -20,13 +20,17 @@ from carrel.primitives.trees import remove_tree
 
 # Starts a sandbox for each line that has a new name and masks, and removes it when its name comes again.
 HOLD = """
-import asyncio, json, sys
+import asyncio, json, os, sys
 from carrel.models import Network
 from carrel.providers import Launch, Masks, open_providers
+from carrel.providers.base import RootImage
 
 async def main():
-    place = sys.argv[1]
-    provider = open_providers(place + "/run", place + "/ws", allow_process=False)["namespace"]
+    place, root, image = sys.argv[1], sys.stdin.readline().strip(), None
+    if root:
+        image = RootImage(root, (os.stat(root).st_dev, os.stat(root).st_ino), user="agent")
+    images = os.path.dirname(root)
+    provider = open_providers(place + "/run", place + "/ws", allow_process=False, images=images)["namespace"]
     held = {}
     while line := await asyncio.to_thread(sys.stdin.readline):
         name, masks = json.loads(line)
@@ -35,7 +39,8 @@ async def main():
             print("removed", flush=True)
             continue
         masks = Masks(**{key: tuple(value) if isinstance(value, list) else value for key, value in masks.items()})
-        held[name] = await provider.start(Launch("s" + name, f"{place}/ws/{name}", Network.NONE, masks=masks))
+        launch = Launch("s" + name, f"{place}/ws/{name}", Network.NONE, masks=masks, image=image)
+        held[name] = await provider.start(launch)
         print(json.dumps(held[name]), flush=True)
     await provider.close()
 
@@ -68,13 +73,14 @@ Hold = Callable[..., contextlib.AbstractContextManager[Masked]]
 
 
 @contextlib.contextmanager
-def holding(spawn: Any) -> Iterator[Hold]:
-    """Makes masked sandboxes, on one zygote."""
+def holding(spawn: Any, image: Path | None = None) -> Iterator[Hold]:
+    """Makes masked sandboxes, on one zygote; from an image if its root is given."""
     place = Path(tempfile.mkdtemp(prefix="mask"))
     place.chmod(0o755)
     for name in ("run", "ws"):
         (place / name).mkdir()
     process = spawn(HOLD, place)
+    process.stdin.write(f"{image or ''}\n")
     count = itertools.count()
 
     def ask(name: str, masks: dict[str, Any]) -> str:

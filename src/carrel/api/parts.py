@@ -136,10 +136,11 @@ def _no_object(why: str) -> InvalidRequest:
     )
 
 
-def query_of(connection: HTTPConnection, model: type[M]) -> M:
-    """Parse the query of a frequent route, without the framework."""
+def query_of(connection: HTTPConnection, model: type[M], *lists: str) -> M:
+    """Parse the query of a frequent route, without the framework. `lists` are fields that may be given repeatedly."""
+    given = connection.query_params
     try:
-        return model.model_validate(dict(connection.query_params))
+        return model.model_validate({**given, **{name: given.getlist(name) for name in lists}})
     except ValidationError as error:
         raise invalid(error.errors(include_url=False, include_input=False), model) from None
 

@@ -37,6 +37,7 @@ class TerminalQuery(BaseModel):
     rows: int = Field(default=24, ge=1, le=1000)
     cols: int = Field(default=80, ge=1, le=1000)
     command: str = Field(default=_SHELL, min_length=1, max_length=8192)
+    word: list[str] = Field(default_factory=list, max_length=256, description="a command without a shell, word by word")
 
 
 class TerminalEnded(Exception):
@@ -49,10 +50,10 @@ async def terminal(socket: WebSocket) -> None:
     caller = caller_of(socket)
     await permit(caller, OPEN_TERMINAL, socket.scope)
     operations, id = plane_of(socket).operations, socket.path_params["id"]
-    asked = query_of(socket, TerminalQuery)
+    asked = query_of(socket, TerminalQuery, "word")
     try:
         request = CommandRequest(
-            command=asked.command,
+            command=asked.word or asked.command,
             terminal=TerminalSize(rows=asked.rows, cols=asked.cols),
             interactive=True,
             output_limit=MAX_OUTPUT_BYTES,

@@ -26,6 +26,7 @@ from carrel.isolation import (
     cgroups,
     folder_opener,
     ids,
+    image_root,
     inside,
     linux,
     mask_mounts,
@@ -46,7 +47,6 @@ _AT_FORK = linux.ALL_NAMESPACES & ~linux.CLONE_NEWCGROUP
 _FORK, _FORKED = struct.Struct("=q????"), struct.Struct("=i")
 _FORK_FDS_SPACE = socket.CMSG_SPACE(8 * struct.calcsize("i"))
 _KERNEL = tuple(int(part) for part in os.uname().release.split(".")[:2] if part.isdigit())
-_AGENT = (rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
 _IMAGE_ATTRIBUTES = linux.MOUNT_ATTR_RDONLY | linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV
 _IDMAPPED_OVERLAYS = (5, 19)
 """The first kernel that can use an idmapped mount as a layer of an overlay."""
@@ -92,8 +92,10 @@ class Child:
     proxy_listener: socket.socket | None = None
     network_fd: int = -1
     lifeline: int = -1
-    image_users: tuple[tuple[int, int], int] | None = None
-    """A user namespace that was made ahead for an image with this user, and its descriptor."""
+    expected_owner: tuple[int, int] | None = None
+    """The user of an image for which the child makes a user namespace ahead."""
+    image_users: int = -1
+    """The descriptor of that namespace."""
     folder: str = ""
     namespaces: tuple[int, ...] = ()
     """Of a sandbox with masks on a folder of the host: its user namespace and its mount namespace."""
@@ -117,13 +119,13 @@ class Child:
             self.proxy_listener.close()
             self.proxy_listener = None
 
-    def take_image_users(self, owner: tuple[int, int]) -> int | None:
-        """Return the user namespace that was made ahead for this user of an image, if it was; the caller closes it."""
-        if self.image_users is None or self.image_users[0] != owner:
-            return None
-        _, users = self.image_users
-        self.image_users = None
-        return users
+    def open_image_users(self, owner: tuple[int, int]) -> int:
+        """Return a user namespace whose id maps are those of an image with this user; the caller closes it."""
+        if owner == self.expected_owner and self.image_users >= 0:
+            users, self.image_users = self.image_users, -1
+            return users
+        first = ids.owner(self.slot)
+        return linux.user_namespace(*(ids.image_map(each, first) for each in owner))
 
     def take_memory(self, descriptors: Sequence[int]) -> None:
         """Keep the descriptors for measuring its memory: the System V segments first, then the file systems."""
@@ -157,9 +159,9 @@ class Child:
             self.proxy_listener = None
         if self.watched is not None:
             self.watched.close()
-        for descriptor in (self.network_fd, self.lifeline, *self.namespaces):
+        for descriptor in (self.network_fd, self.lifeline, self.image_users, *self.namespaces):
             _close(descriptor)
-        self.network_fd = self.lifeline = -1
+        self.network_fd = self.lifeline = self.image_users = -1
         self.namespaces = ()
 
     def make_read_only_again(self, paths: Sequence[str]) -> None:
@@ -267,12 +269,14 @@ class SandboxForker:
             own_network = spec.network != "host"
             child.watched = watchdog.WatchedSandbox(child.pid, spec.memory_mb * 1024 * 1024, own_network=own_network)
             spec = replace(spec, watched=True)
-        fds, mount, image = [listener], -1, -1
+        fds, mount = [listener], -1
+        image: list[int] = []
         try:
             if self._isolate:
                 self.cgroups.limit(child.group, spec.memory_mb, spec.cpus)
                 wanted = sandbox.ImageSpec(**spec.image) if spec.image else None
-                image = -1 if wanted is None else self._image_mount(wanted, child)
+                if wanted is not None:
+                    self._mount_image(wanted, child, image)
                 self._map_owners(more, child)
                 if spec.folder:
                     mount = more.pop(0)
@@ -280,7 +284,7 @@ class SandboxForker:
                     mount = self._build_mount(spec.workspace, child.slot)
                 else:
                     mount = self._volume_mount(spec.workspace, child.pid)
-                fds += [mount, *(each for each in (plan, image) if each >= 0), *more]
+                fds += [mount, *([plan] if plan >= 0 else []), *image, *more]
                 if spec.folder and spec.masked:
                     child.folder = spec.folder
                     child.namespaces = tuple(  # now: an ordinary user cannot open them later
@@ -288,12 +292,15 @@ class SandboxForker:
                     )
             socket.send_fds(child.orders, [json.dumps(vars(spec)).encode()], fds)
         finally:
-            _close(image)
+            for tree in image:
+                os.close(tree)
             if not spec.folder:
                 _close(mount)
 
-    def _image_mount(self, image: sandbox.ImageSpec, child: Child) -> int:
-        """Return a read-only mount of an image's root, which must still be the directory with that identity."""
+    def _mount_image(self, image: sandbox.ImageSpec, child: Child, trees: list[int]) -> None:
+        """Add read-only mounts to `trees`: the root of an image, which must still be the directory with that identity,
+        and our layers around it.
+        """
         if self._images < 0:
             raise PlatformError("this zygote was started without images")
         place = libc.open_without_links(image.root, self._images)
@@ -301,41 +308,31 @@ class SandboxForker:
             status = os.fstat(place)
             if (status.st_dev, status.st_ino) != tuple(image.identity):
                 raise PlatformError("the root of the image was replaced meanwhile")
-            tree = linux.open_tree("", dir_fd=place)
+            trees.append(linux.open_tree("", dir_fd=place))
         finally:
             os.close(place)
-        try:
+        trees.append(linux.open_tree(image_root.LAYERS))
+        for tree in trees:
             linux.set_mount_attributes(tree, _IMAGE_ATTRIBUTES, private=True)
-            self._map_image_owners(tree, image, child)
-        except OSError:
-            os.close(tree)
-            raise
-        return tree
+        self._map_image_owners(trees, image, child)
 
-    def _map_image_owners(self, tree: int, image: sandbox.ImageSpec, child: Child) -> None:
+    def _map_image_owners(self, trees: Sequence[int], image: sandbox.ImageSpec, child: Child) -> None:
         """Show a sandbox of root the owners that files have in the image. Where the kernel or the file system cannot,
         they belong to nobody there. An ordinary user's image has one owner, who is the agent.
         """
         if not self._idmap or _KERNEL < _IDMAPPED_OVERLAYS:
             return
-        if image.writable:
-            first = ids.owner(child.slot)
-            users = linux.user_namespace(*(ids.build_map(each, first) for each in image.owner))
-        elif image.owner == _AGENT:
+        if image.owner == sandbox.AGENT and not image.writable:
             users = os.open(f"/proc/{child.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         else:
-            users = child.take_image_users(image.owner) or self._image_users(child.slot, image.owner)
+            users = child.open_image_users(image.owner)
             self._last_owner = image.owner
         try:
-            with suppress(OSError):
-                linux.set_mount_attributes(tree, linux.MOUNT_ATTR_IDMAP, users)
+            for tree in trees:
+                with suppress(OSError):
+                    linux.set_mount_attributes(tree, linux.MOUNT_ATTR_IDMAP, users)
         finally:
             os.close(users)
-
-    def _image_users(self, slot: int, owner: tuple[int, int]) -> int:
-        """Return a user namespace that maps the owners of an image's files for one sandbox."""
-        uid, gid = owner
-        return linux.user_namespace(ids.image_map(slot, uid), ids.image_map(slot, gid))
 
     def _map_owners(self, trees: Sequence[int], child: Child) -> None:
         """Make the owner of each folder of the host the agent in one sandbox, and the other way round. The files of
@@ -405,10 +402,12 @@ class SandboxForker:
                 ours.close()
                 self.cgroups.remove(group)
                 raise PlatformError(f"the user ids of a sandbox could not be mapped: {error}") from error
-            ours.send(b"mapped")
-            if rehearse and self._last_owner is not None:  # there is time now: the next image may have the same user
-                with suppress(OSError):
-                    child.image_users = self._last_owner, self._image_users(slot, self._last_owner)
+            words = [sandbox.MAPPED]
+            if rehearse and self._root and self._last_owner is not None:
+                # There is time now: the next image may have the same user.
+                child.expected_owner = self._last_owner
+                words += [b"%d" % each for each in self._last_owner]
+            ours.send(b" ".join(words))
         return child
 
     # the forker
@@ -532,12 +531,11 @@ class SandboxForker:
             kept = self._supervisor.take_over(self._prepared, rehearse=rehearse)
             workspaces = -1 if self._isolate else self._workspaces
             linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces, *kept})
-            writable, proxy_listener = -1, None
+            prepared = sandbox.Prepared()
             if self._isolate:
                 held = self._notifications
-                writable, proxy_listener = sandbox.prepare(
-                    orders, root=self._root, own_network=own_network, notifications=held
-                )
+                prepared = sandbox.prepare(orders, root=self._root, own_network=own_network, notifications=held)
+            proxy_listener = prepared.proxy_listener
             spec, fds = sandbox.receive(orders)
             if self._isolate:
                 if spec.network == "bridge":
@@ -545,7 +543,7 @@ class SandboxForker:
                 program = self._folder_program if spec.folder else self._program
                 if spec.image.get("writable"):
                     program = self._build_program
-                sandbox.complete(spec, fds[1:], program, root=self._root)
+                sandbox.complete(spec, fds[1:], program, prepared, root=self._root)
                 for descriptor in fds[1:]:
                     os.close(descriptor)
                 if spec.watched:
@@ -575,7 +573,7 @@ class SandboxForker:
                 self._isolate,
                 spec.memory_mb,
                 score,
-                writable,
+                prepared.secrets_fd,
                 inside.PROXY_PORT if has_port else None,
                 proxy_listener,
                 spec.trust,

@@ -57,18 +57,13 @@ def agent(slot: int, *, idmap: bool) -> int:
     return owner(slot) + SANDBOX_UID if idmap else SANDBOX_UID
 
 
-def image_map(slot: int, wanted: int) -> str:
-    """Return the id map for the files of an image whose user is `wanted`: that user's files are the agent's in a
-    sandbox of root, the files of others are nobody's.
-    """
-    return f"{wanted} {owner(slot) + SANDBOX_UID} 1\n"
-
-
 def image_rows(wanted: int) -> list[tuple[int, int, int]]:
-    """Return the ids of an image in a sandbox that builds one: `in the image, in the sandbox, count` in each row.
+    """Return the users of an image whose user is `wanted`, in a sandbox of root; a row has the first id in the image, the
+    first id in the sandbox, and their number. Files show the owners that they have in the image, and the kernel changes the files of a writable root.
 
     The user `wanted` is the agent. Nobody of the image is root of the sandbox, who owns its namespaces: the kernel
-    would let that user change settings of the network, as the owner of their files. So two users may move.
+    would let that user change settings of the network, as the owner of their files. So up to three users have other
+    ids.
     """
     seen = {0: _LAST, SANDBOX_UID: wanted or _LAST, wanted: SANDBOX_UID}
     rows: list[tuple[int, int, int]] = []
@@ -82,8 +77,8 @@ def image_rows(wanted: int) -> list[tuple[int, int, int]]:
     return [row for row in rows if row[2]]
 
 
-def build_map(wanted: int, first: int = 0) -> str:
-    """Return `image_rows` as an id map, whose ids in the sandbox begin at `first`."""
+def image_map(wanted: int, first: int = 0) -> str:
+    """Return `image_rows` as an id map. The ids are those of the sandbox; with its `owner` as `first`, of the host."""
     return "".join(f"{found} {first + seen} {count}\n" for found, seen, count in image_rows(wanted))
 
 

@@ -18,7 +18,8 @@ IMAGE, MERGED, CHANGES = "/image", "/merged", "/changes"
 UPPER = "upper"
 """The directory of a writable root's changes, in the volume of the sandbox."""
 _WORK, _FILES = "work", "files"
-TOP, TRUST, BOTTOM = "/layers/top", "/layers/trust", "/layers/bottom"
+LAYERS = "/layers"
+TOP, TRUST, BOTTOM = f"{LAYERS}/top", f"{LAYERS}/trust", f"{LAYERS}/bottom"
 CERTIFICATES = f"{inside.SECRETS}/carrel-ca.pem"
 BUNDLES = (
     "/etc/ssl/certs/ca-certificates.crt",  # Debian, Alpine, Arch
@@ -105,13 +106,15 @@ def _share_directories() -> None:
             os.chmod(place, 0o1777 if path == "tmp" else 0o755)
 
 
-def mount(image: int, base: str, *, trust: bool, writable: bool = False) -> str:
-    """Mount the root of a sandbox from the descriptor of its image; return where. Called in the new sandbox.
+def mount(image: int, around: int, base: str, *, trust: bool, writable: bool = False) -> str:
+    """Mount the root of a sandbox from the descriptors of its image and of the layers around it; return where. Called
+    in the new sandbox.
 
     With `trust`, the usual certificate files lead to those of the proxy. The changes of a `writable` root go where
     `keep_changes` made room for them.
     """
     linux.move_mount(image, IMAGE)
+    linux.move_mount(around, LAYERS)
     layers = ":".join((*([TRUST] if trust else []), TOP, IMAGE, BOTTOM))
     flags, options = linux.MS_NOSUID | linux.MS_NODEV, f"lowerdir={layers}"
     if writable:

@@ -187,8 +187,11 @@ def write_id_maps(proc: str, users: str, groups: str | None = None) -> None:
     kernel_files.write(f"{proc}/gid_map", users if groups is None else groups)
 
 
-def user_namespace(users: str, groups: str) -> int:
-    """Return the descriptor of a user namespace with these id maps and without a process."""
+def user_namespace(users: str, groups: str, proc: str = "/proc") -> int:
+    """Return the descriptor of a user namespace with these id maps and without a process.
+
+    `proc` lists the processes of the caller's PID namespace.
+    """
     read_end, write_end = os.pipe()
     pid = fork_into(CLONE_NEWUSER)
     if pid == 0:
@@ -196,8 +199,8 @@ def user_namespace(users: str, groups: str) -> int:
         os.read(read_end, 1)
         os._exit(0)
     try:
-        write_id_maps(f"/proc/{pid}", users, groups)
-        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        write_id_maps(f"{proc}/{pid}", users, groups)
+        return os.open(f"{proc}/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.close(write_end)
         os.close(read_end)

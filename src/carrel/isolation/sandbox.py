@@ -10,7 +10,7 @@ import json
 import os
 import resource
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,7 @@ from carrel.isolation.inside import MOST_DESCRIPTORS, PROXY_PORT
 from carrel.primitives import libc
 from carrel.primitives.kernel_files import write
 
+AGENT = (rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
 BASE = "/base"
 COVERS = "/covers"
 OPEN_FILES = 8192
@@ -40,6 +41,8 @@ PROXY_BACKLOG = 4096
 PROXY_LISTENER = b"proxy listener"
 NETWORK = b"network"
 MEMORY = b"memory"
+IMAGE_USERS = b"image users"
+MAPPED = b"mapped"
 
 
 @dataclass(frozen=True)
@@ -118,26 +121,66 @@ class SandboxDetails:
     image: ImageSpec | None = None
 
 
+@dataclass(frozen=True)
+class ImageUsers:
+    """A user namespace below that of a sandbox of root, in which the agent is `owner`, a user and group of an image.
+
+    As the map of a mount it shows the owners that files have in the image. The agent enters it: for the kernel it stays
+    the same ordinary user, who owns no other namespace. So its root, even without the limits that follow, could do
+    nothing that the agent could not. The other ids are names only, which no process has and nobody can take.
+    """
+
+    owner: tuple[int, int]
+    namespace: int
+
+    @classmethod
+    def make(cls, owner: tuple[int, int], proc: str) -> ImageUsers:
+        """Called in the new sandbox while it has its privileges; `proc` lists its processes."""
+        libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of /proc/PID follows it
+        return cls(owner, linux.user_namespace(ids.image_map(owner[0]), ids.image_map(owner[1]), proc))
+
+    def enter(self, kept: Collection[int] = ()) -> None:
+        """Become the agent. `kept` are capabilities that it may have there."""
+        linux.enter_namespace(self.namespace)
+        os.close(self.namespace)
+        linux.drop_bounding_set(kept)  # every user namespace begins with all of it
+        _become(*self.owner)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result of the first part: the descriptor for writing secrets, the listening egress socket, and the users of
+    an image whose user the zygote expects.
+
+    The caller must close the socket before it serves a sandbox that has a proxy: otherwise the supervisor could answer
+    instead of the proxy.
+    """
+
+    secrets_fd: int = -1
+    proxy_listener: socket.socket | None = None
+    image_users: ImageUsers | None = None
+
+
 def prepare(
     orders: socket.socket,
     *,
     root: bool,
     own_network: bool = True,
     notifications: Mapping[str, int] = MappingProxyType({}),
-) -> tuple[int, socket.socket | None]:
+) -> Prepared:
     """Do the first part, before a sandbox is requested. Called in the child, in its new namespaces.
 
     Without `own_network` it shares the host's network, over which it never has a capability. `notifications` are the
-    inotify limits of its user namespace. The parent sends `mapped` when the child's user ids are mapped. Returns the
-    descriptor for writing secrets, and the listening egress socket, which the caller must close before it serves a
-    sandbox that has a proxy: otherwise the supervisor could answer instead of the proxy.
+    inotify limits of its user namespace. The parent sends `mapped` when the child's user ids are mapped, with the user
+    of the image that it expects, if any.
     """
     proxy_listener = None
     if own_network:
         linux.bring_up_loopback()
         proxy_listener = _hand_over_proxy_listener(orders)
     socket.sethostname("carrel")
-    if _next_message(orders, 16)[0] != b"mapped":
+    word, *expected = _next_message(orders, 64)[0].split()
+    if word != MAPPED:
         raise OSError("the zygote gave up")
     budgets.hold_notifications(notifications)
     budgets.limit_process()
@@ -148,7 +191,11 @@ def prepare(
     # A separate mount of the base root: mounts from the zygote's namespace are locked and cannot become the root.
     linux.mount(BASE, BASE, None, linux.MS_BIND | linux.MS_REC)
     rootfs.apply_plan(rootfs.COMMON_PLAN, BASE, owner=rootfs.SANDBOX_UID)
-    return rootfs.protect_secrets(BASE), proxy_listener
+    users = None
+    if expected:
+        users = ImageUsers.make((int(expected[0]), int(expected[1])), f"{BASE}/proc")
+        _hand_over(orders, IMAGE_USERS, users.namespace)
+    return Prepared(rootfs.protect_secrets(BASE), proxy_listener, users)
 
 
 def _hand_over_proxy_listener(orders: socket.socket) -> socket.socket:
@@ -160,11 +207,15 @@ def _hand_over_proxy_listener(orders: socket.socket) -> socket.socket:
     proxy_listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     proxy_listener.bind(("127.0.0.1", PROXY_PORT))
     proxy_listener.listen(PROXY_BACKLOG)
+    _hand_over(orders, PROXY_LISTENER, proxy_listener.fileno())
+    return proxy_listener
+
+
+def _hand_over(orders: socket.socket, word: bytes, descriptor: int) -> None:
     try:
-        socket.send_fds(orders, [PROXY_LISTENER], [proxy_listener.fileno()])
+        socket.send_fds(orders, [word], [descriptor])
     except BrokenPipeError:
         os._exit(0)  # the zygote is gone, as in `_next_message`
-    return proxy_listener
 
 
 def hand_over_network(orders: socket.socket) -> None:
@@ -189,10 +240,11 @@ def hand_over_memory(orders: socket.socket, spec: Spec) -> None:
             os.close(descriptor)
 
 
-def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> None:
+def complete(spec: Spec, fds: Sequence[int], program: bytes, prepared: Prepared, *, root: bool) -> None:
     """Do the second part: set up what was requested, then drop every privilege for good.
 
-    The descriptors are those of the workspace, the masks and the image if there are any, and the further mounts.
+    The descriptors are those of the workspace; of the masks, and of the image and the layers around it, if there are
+    any; and of the further mounts.
     """
     workspace_fd, *more = fds
     plan_fd = more.pop(0) if spec.masked else -1
@@ -200,7 +252,9 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
     writable = image is not None and image.writable
     if image is not None and writable:
         workspace_fd = image_root.keep_changes(workspace_fd, _root_of(image) if root else None)
-    place = BASE if image is None else image_root.mount(more.pop(0), BASE, trust=spec.trust, writable=writable)
+    place = BASE
+    if image is not None:
+        place = image_root.mount(more.pop(0), more.pop(0), BASE, trust=spec.trust, writable=writable)
     covered = folder_mounts.cover(place, [spec.folder, *spec.mounts])
     kept_home = inside.HOME in spec.mounts
     plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=kept_home, own_tmp=not writable)
@@ -215,15 +269,24 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, *, root: bool) -> N
     if spec.watched and spec.network != "host":
         budgets.limit_tcp_buffers()
     _limit(spec)
-    if image is not None and writable and root:
-        _take_image_users(image)
-    else:
-        linux.drop_bounding_set()
-        if root:
-            _become_agent()
-        if image is not None and image.owner != (rootfs.SANDBOX_UID, rootfs.SANDBOX_UID):
-            _rename_agent(*image.owner)
-        linux.drop_capabilities()
+    linux.drop_bounding_set()
+    renamed = image.owner if image is not None and (image.owner != AGENT or writable) else None
+    # Package managers use them. They hold for the namespace of the image's users, which owns no other: so they reach
+    # the files and processes of these users, of whom there are none outside this sandbox, and nothing else.
+    kept = linux.FOR_INSTALLING if root and writable and image is not None and image.uid == 0 else ()
+    if root:
+        users = prepared.image_users
+        # The kernel holds all users of a namespace together to the limit of processes when it was made.
+        if users is not None and (users.owner != renamed or writable):
+            os.close(users.namespace)
+            users = None
+        if renamed is not None:
+            (users or ImageUsers.make(renamed, "/proc")).enter(kept)
+        else:
+            _become(*AGENT)
+    elif renamed is not None:
+        _rename_agent(*renamed)
+    linux.drop_capabilities(kept)
     libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
         # With the secrets: a rule applies to a directory through all its mounts, and the agent's mount is read-only.
@@ -239,47 +302,15 @@ def _root_of(image: ImageSpec) -> tuple[int, int]:
     return uid, gid
 
 
-def _become_agent() -> None:
-    os.setresgid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
-    os.setresuid(rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
-
-
-def _take_image_users(image: ImageSpec) -> None:
-    """Enter a user namespace that has the users of an image. Its root keeps the capabilities that package managers use.
-
-    They hold for that namespace, which owns no other: so they reach the files and processes of these users, of which
-    there are none outside this sandbox, and nothing else of the kernel.
-    """
-    uid, gid = image.owner
-    asked, ready = os.pipe()
-    writer = os.fork()  # it keeps the rights over these ids, which this process gives up
-    if writer == 0:
-        code = 1
-        try:
-            os.close(ready)
-            if os.read(asked, 1):
-                linux.write_id_maps("/proc/1", ids.build_map(uid), ids.build_map(gid))
-                code = 0
-        finally:
-            os._exit(code)
-    os.close(asked)
-    _become_agent()
-    libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of /proc/1 follows it
-    linux.unshare(linux.CLONE_NEWUSER)
-    os.write(ready, b"\n")
-    os.close(ready)
-    if os.waitpid(writer, 0)[1] != 0:
-        raise OSError("the users of the image could not be mapped")
-    kept = linux.FOR_INSTALLING if uid == 0 else ()
-    linux.drop_bounding_set(kept)  # every user namespace begins with all of it
-    linux.drop_capabilities(kept)
+def _become(uid: int, gid: int) -> None:
+    os.setresgid(gid, gid, gid)
+    os.setresuid(uid, uid, uid)
 
 
 def _rename_agent(uid: int, gid: int) -> None:
-    """Enter a user namespace in which the agent has these ids, and nobody else has any.
+    """In an ordinary user's sandbox, which has one id, enter a user namespace in which the agent has these ids.
 
-    That only changes names. For the kernel the agent stays the same ordinary user, who owns no other namespace: so its
-    root, even without the limits that follow, could do nothing that the agent could not.
+    That only changes names, as in `ImageUsers`.
     """
     libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of /proc/self follows it
     linux.unshare(linux.CLONE_NEWUSER)

@@ -332,6 +332,9 @@ class Zygote:
         if word == sandbox.NETWORK and fds:
             child.network_fd = fds[0]
             return
+        if word == sandbox.IMAGE_USERS and fds:
+            child.image_users = fds[0]
+            return
         if word == sandbox.MEMORY and fds:
             child.take_memory(fds)
             return

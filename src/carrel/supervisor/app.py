@@ -90,7 +90,7 @@ class Supervisor:
         self.python = Python(self.commands, self.files, self.produced, self._order, self._release)
         self.contexts = CodeContexts(self.commands, self.python, self._release)
         self._secrets = SandboxSecrets()
-        self._mcp_servers = McpServerRoutes(self.commands, self._order, self._release)
+        self._mcp_servers = McpServerRoutes(self.commands, self._order, self._release, self._secrets.variable)
         self._reset = Reset(self.commands, self.contexts, self.python, self._load)
         self._started = time.monotonic()
         self._directory = -1

@@ -146,6 +146,7 @@ class Server:
             order = self._declared.order()
         except CarrelError as error:
             self._reason = f"cannot be started: {error.detail}"
+            self.log.say(f"carrel: {self._reason}".encode(errors="replace"))
             raise
         program = order.command[0]
         self._incarnation = self._count()

@@ -26,16 +26,23 @@ MOST_GENERATION = 256
 LOG_LIMIT = 64 * 1024
 DEADLINE_MS, LONGEST_DEADLINE_MS = 10_000, 60_000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_FIELDS = {"command", "cwd", "variables", "environment", "generation"}
+_FIELDS = {"command", "cwd", "variables", "secrets", "environment", "generation"}
 
 
 class McpServerRoutes:
     """`/mcp`."""
 
-    def __init__(self, commands: Commands, order: Callable[[Json], Order], release: Callable[[Order], None]):
+    def __init__(
+        self,
+        commands: Commands,
+        order: Callable[[Json], Order],
+        release: Callable[[Order], None],
+        secret: Callable[[str], str],
+    ):
         self._commands = commands
         self._order = order
         self._release = release
+        self._secret = secret
         self._room = ByteBudget(0)
         self._count = itertools.count(1)
         self._servers: dict[str, Server] = {}
@@ -95,15 +102,20 @@ class McpServerRoutes:
         environment = body.get("environment")
         place = None if environment is None else environment_path(environment, "environment")
         wanted: Json = {"command": command, "cwd": cwd, "env": body.get("variables")}
-        # Check now everything except the directory, which may be created before the first start.
-        self._release(self._order({**wanted, "cwd": None}))
+        secrets = body.get("secrets") or {}
+        if not isinstance(secrets, dict) or not all(isinstance(each, str) for each in secrets.values()):
+            raise InvalidRequest("'secrets' must map variables to names of secrets", field="secrets")
+        # Check now everything except the directory and the values of secrets, which may come before the first start.
+        for env in (wanted["env"], secrets):
+            self._release(self._order({**wanted, "cwd": None, "env": env}))
         if cwd is not None and not isinstance(cwd, str):
             raise InvalidRequest("'cwd' must be text", field="cwd")
 
         def order() -> Order:
             if place is not None:
                 python_in(place, "environment")
-            return _within(place, self._order(wanted), wanted["env"] or {})
+            given = {**(wanted["env"] or {}), **{name: self._secret(secret) for name, secret in secrets.items()}}
+            return _within(place, self._order({**wanted, "env": given}), given)
 
         return ServerDeclaration(generation, order, self._release)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 
-from carrel.errors import InvalidRequest, LimitExceeded, Unsupported
+from carrel.errors import InvalidRequest, LimitExceeded, NotFound, Unsupported
 from carrel.supervisor.http import HttpRequest, HttpResponse, HttpRouter, Json, decode_base64, json_response
 
 MOST, LARGEST, ALTOGETHER = 512, 512 * 1024, 1536 * 1024
@@ -61,6 +61,24 @@ class SandboxSecrets:
             os.unlink(name, dir_fd=self._directory)
         self._sweep(keep=fresh)
         return sorted(values)
+
+    def variable(self, name: str) -> str:
+        """Return the value of a secret for a variable: text, without the end of its last line."""
+        hint = "set the secret, or change the declaration"
+        try:
+            if self._directory < 0 or not _NAME.fullmatch(name):
+                raise FileNotFoundError
+            with open(os.open(f"{CURRENT}/{name}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._directory), "rb") as file:
+                text = file.read().decode().rstrip("\r\n")
+        except FileNotFoundError:
+            why = f"the secret {name[:128]} cannot be used: it is not there"
+            raise NotFound(why, field="secrets", hint=hint) from None
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:
+            why = f"the secret {name} cannot be used as a variable: it is not UTF-8 text, or has a null character"
+            raise InvalidRequest(why, field="secrets", hint=hint)
+        return text
 
     def _write(self, fresh: str, values: dict[str, bytes]) -> None:
         os.mkdir(fresh, 0o700, dir_fd=self._directory)

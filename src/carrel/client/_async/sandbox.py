@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import copy
 import os
-import shlex
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,11 +123,10 @@ class AsyncSandbox:
     async def terminal(
         self, rows: int = 24, cols: int = 80, command: str | Sequence[str] | None = None
     ) -> AsyncTerminal:
-        """Open a terminal that runs a shell, or `command`."""
+        """Open a terminal that runs a shell, or `command`: a shell text, or a list of words that needs no shell."""
         from carrel.client._async.terminal import AsyncTerminal
 
-        words = command if command is None or isinstance(command, str) else shlex.join(command)
-        return await AsyncTerminal.open(self._connection, self._path, rows, cols, words)
+        return await AsyncTerminal.open(self._connection, self._path, rows, cols, command)
 
     async def snapshot(self) -> SnapshotInfo:
         """Take a snapshot of the workspace. Running commands go on."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Literal
 from urllib.parse import urlencode
 
@@ -29,12 +29,19 @@ class AsyncTerminal:
 
     @classmethod
     async def open(
-        cls, connection: AsyncConnection, sandbox_path: str, rows: int, cols: int, command: str | None
+        cls,
+        connection: AsyncConnection,
+        sandbox_path: str,
+        rows: int,
+        cols: int,
+        command: str | Sequence[str] | None,
     ) -> AsyncTerminal:
         """Connect to a new terminal."""
-        query: dict[str, str | int] = {"rows": rows, "cols": cols}
-        if command is not None:
-            query["command"] = command
+        query: list[tuple[str, str | int]] = [("rows", rows), ("cols", cols)]
+        if isinstance(command, str):
+            query.append(("command", command))
+        elif command is not None:
+            query += [("word", word) for word in command]
         url = f"ws{connection.address.url.removeprefix('http')}{sandbox_path}/terminals?{urlencode(query)}"
         token = connection.address.token
         headers = {**({"authorization": f"Bearer {token}"} if token else {}), **connection.carried}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import copy
 import os
-import shlex
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -123,11 +122,10 @@ class Sandbox:
         return self._connection.post(ToolResult, f"{self._path}/tools", body, deadline=None)
 
     def terminal(self, rows: int = 24, cols: int = 80, command: str | Sequence[str] | None = None) -> Terminal:
-        """Open a terminal that runs a shell, or `command`."""
+        """Open a terminal that runs a shell, or `command`: a shell text, or a list of words that needs no shell."""
         from carrel.client._sync.terminal import Terminal
 
-        words = command if command is None or isinstance(command, str) else shlex.join(command)
-        return Terminal.open(self._connection, self._path, rows, cols, words)
+        return Terminal.open(self._connection, self._path, rows, cols, command)
 
     def snapshot(self) -> SnapshotInfo:
         """Take a snapshot of the workspace. Running commands go on."""

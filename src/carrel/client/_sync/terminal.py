@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 from urllib.parse import urlencode
 
@@ -29,11 +29,20 @@ class Terminal:
         self._socket = socket
 
     @classmethod
-    def open(cls, connection: Connection, sandbox_path: str, rows: int, cols: int, command: str | None) -> Terminal:
+    def open(
+        cls,
+        connection: Connection,
+        sandbox_path: str,
+        rows: int,
+        cols: int,
+        command: str | Sequence[str] | None,
+    ) -> Terminal:
         """Connect to a new terminal."""
-        query: dict[str, str | int] = {"rows": rows, "cols": cols}
-        if command is not None:
-            query["command"] = command
+        query: list[tuple[str, str | int]] = [("rows", rows), ("cols", cols)]
+        if isinstance(command, str):
+            query.append(("command", command))
+        elif command is not None:
+            query += [("word", word) for word in command]
         url = f"ws{connection.address.url.removeprefix('http')}{sandbox_path}/terminals?{urlencode(query)}"
         token = connection.address.token
         headers = {**({"authorization": f"Bearer {token}"} if token else {}), **connection.carried}

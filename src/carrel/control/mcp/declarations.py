@@ -34,23 +34,6 @@ LOOK_S = 30.0
 NPM_PLACE = ".mcp"
 """Where in the workspace npm packages are installed, a directory for each server."""
 
-_LAUNCHER = """\
-import os, sys
-cut = sys.argv.index("--")
-for each in sys.argv[1:cut]:
-    name, _, secret = each.partition("=")
-    try:
-        with open("/run/secrets/" + secret, encoding="utf-8") as file:
-            os.environ[name] = file.read().rstrip("\\r\\n")
-    except (OSError, ValueError) as error:
-        sys.exit(f"carrel: the secret {secret} cannot be used: {getattr(error, 'strerror', None) or error}")
-try:
-    os.execvp(sys.argv[cut + 1], sys.argv[cut + 1:])
-except OSError as error:
-    sys.exit(f"carrel: {sys.argv[cut + 1]} cannot be run: {error.strerror}")
-"""
-"""Runs a program with secrets as variables. The arguments name them; only the program's environment has the values."""
-
 
 class McpDeclarations(Attachment):
     """The declarations of every context, with a short cache. They are forked and deleted with their contexts."""
@@ -181,13 +164,11 @@ def launch(record: McpServerRecord, environment: str | None) -> Json:
     command = list(request.command)
     if record.program is not None:
         command[0] = record.program
-    if request.secret_variables:
-        named = [f"{name}={secret}" for name, secret in sorted(request.secret_variables.items())]
-        command = ["/usr/bin/python3", "-I", "-S", "-c", _LAUNCHER, *named, "--", *command]
     return {
         "command": command,
         "cwd": request.cwd,
         "variables": dict(request.variables),
+        "secrets": dict(request.secret_variables),
         "environment": environment,
         "generation": record.generation,
     }

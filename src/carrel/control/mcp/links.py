@@ -107,8 +107,10 @@ class Wire:
             if process.state == "running":  # it was used before, in an unknown state
                 await supervisor.stop_mcp(name)
             stream = await supervisor.connect_mcp(name)
-        except (McpServerFailed, Conflict, LimitExceeded, NotFound) as error:
+        except McpServerFailed as error:
             raise failed(name, error.detail, error.hint) from None
+        except (Conflict, LimitExceeded, NotFound) as error:
+            raise failed(name, f"cannot be started: {error.detail}", error.hint) from None
         return cls(supervisor, name, stream)
 
     async def lines(self) -> AsyncIterator[bytes]:
