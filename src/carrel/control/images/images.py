@@ -271,7 +271,7 @@ class Images:
             with await asyncio.to_thread(self._storage.hold, image.digest):
                 yield b""
                 pieces = layout.pieces()
-                while piece := await asyncio.to_thread(next, pieces, b""):
+                while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                     traffic.count_out(len(piece))
                     yield piece
 
