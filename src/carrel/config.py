@@ -268,7 +268,7 @@ class ImageSettings(_Group):
         pattern=r"^([a-z0-9]+/[a-z0-9_]+(/[a-z0-9]+)?)?$",
         description="the platform of images that have several, for example `linux/arm64`; by default that of this host",
     )
-    downloads: int = Field(default=4, ge=1, le=64, description="layers that are downloaded at once")
+    downloads: int = Field(default=4, ge=1, le=64, description="layers that are downloaded at once from one registry")
     timeout_s: TimeoutS = Field(default=60.0, description="seconds without a byte until a registry has failed")
     max_mb: int = Field(
         default=51_200, ge=1, description="disk space for images; beyond it the least recently used are removed"

@@ -341,7 +341,8 @@ def serve(settings: Settings, users: Path | None = None, starting: Sequence[int]
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     if settings.log_level != "debug":
-        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        for name in ("uvicorn", "httpx"):  # the latter writes addresses, and some are signed: they are secrets
+            logging.getLogger(name).setLevel(logging.WARNING)
     _raise_file_limit()
     import uvloop
 

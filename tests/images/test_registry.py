@@ -185,12 +185,12 @@ async def test_interrupted_downloads_are_resumed(tmp_path: Path) -> None:
         reference = ImageReference.parse(f"{host}/a:1")
         partial = str(tmp_path / "partial")
         seen: list[int] = []
-        assert await client.download(reference, descriptor(data), partial, seen.append) == partial
+        assert await client.download(reference, descriptor(data), partial, "", seen.append) == partial
         assert Path(partial).read_bytes() == data and seen[-1] == len(data) and sorted(seen) == seen
         assert ranges[0] == "" and len(ranges) >= 3 and all(each.startswith("bytes=") for each in ranges[1:])
         # Damaged bytes of an earlier attempt cost one more attempt, not the image.
         Path(partial).write_bytes(b"x" * 1000)
-        await client.download(reference, descriptor(data), partial, seen.append)
+        await client.download(reference, descriptor(data), partial, "", seen.append)
         assert Path(partial).read_bytes() == data
 
 
@@ -201,7 +201,7 @@ async def test_lying_registries_are_refused(tmp_path: Path, lie: str) -> None:
     async with faulty(lambda _path, _headers: (200, {}, sent)) as host, client_of(access(host)) as client:
         with pytest.raises(ImageRefused, match="not what"):
             await client.download(
-                ImageReference.parse(f"{host}/a:1"), descriptor(data), str(tmp_path / "p"), lambda _done: None
+                ImageReference.parse(f"{host}/a:1"), descriptor(data), str(tmp_path / "p"), "", lambda _done: None
             )
         assert not (tmp_path / "p").exists()
         with pytest.raises(ImageRefused, match=r"does not have the digest|is larger than"):
@@ -231,7 +231,7 @@ async def test_bearer_tokens_and_redirects(tmp_path: Path) -> None:
         async with faulty(handler) as host, client_of(access(host)) as client:
             reference = ImageReference.parse(f"{host}/a/b:1")
             for _ in range(2):
-                await client.download(reference, descriptor(data), str(tmp_path / "p"), lambda _done: None)
+                await client.download(reference, descriptor(data), str(tmp_path / "p"), "", lambda _done: None)
                 (tmp_path / "p").unlink()
     assert [each for each in asked if "token" in each] == ["/token?service=tests&scope=repository%3Aa%2Fb%3Apull"]
     assert len(foreign) == 2 and not any("authorization" in each for each in foreign)

@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.support.fork_server import Forked, start
 from tests.support.leaks import below
@@ -38,13 +39,20 @@ _ASIDE = re.compile(r"\.([0-9a-f]{8}){1,2}$")
 class Server:
     """One data directory and the server process on it, which comes and goes."""
 
-    def __init__(self, database: str | None = None, volumes: str = "auto", *, checkpoint_s: float | None = None):
+    def __init__(
+        self,
+        database: str | None = None,
+        volumes: str = "auto",
+        *,
+        checkpoint_s: float | None = None,
+        settings: Mapping[str, str] = MappingProxyType({}),
+    ):
         self._before = set(below(os.getpid()))
         self.directory = Path(tempfile.mkdtemp(prefix="k"))
         self.data = self.directory / "d"
         self.log = self.directory / "log"
         self._environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
-        self._environment["CARREL_VOLUMES"] = volumes
+        self._environment |= {"CARREL_VOLUMES": volumes, **settings}
         if checkpoint_s is not None:
             self._environment["CARREL_SANDBOX_CHECKPOINT_S"] = str(checkpoint_s)
         if database is not None:

@@ -37,9 +37,9 @@ Send the same request again with the header `Carrel-Approval: ID` once it is app
 the audit log.
 
 Terminals are WebSockets at `/v1/sandboxes/{id}/terminals?rows=&cols=&command=` (or `&word=…&word=…`, which needs no
-shell): binary frames are bytes both ways, a text frame `{"resize": {"rows": 24, "cols": 80}}` resizes, and at the end comes a text frame `{"exit":
-CommandInfo}`. The token goes
-into the `Authorization` header or into a subprotocol `carrel.token.TOKEN` offered beside `carrel`."""
+shell): binary frames are bytes both ways, a text frame `{"resize": {"rows": 24, "cols": 80}}` resizes, and at the end
+comes a text frame `{"exit": CommandInfo}`. The token goes into the `Authorization` header or into a subprotocol
+`carrel.token.TOKEN` offered beside `carrel`."""
 
 
 def create_app(

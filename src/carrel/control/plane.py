@@ -209,7 +209,6 @@ class ControlPlane:
             store,
             admission,
             metrics,
-            spool=os.path.join(layout.cache, "images"),
             node=node,
         )
         self._sandbox_image = SandboxImage(images, store, default=settings.sandbox.image)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import os
 import re
-import secrets
 import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import IO, Any, Protocol
 
-from carrel.errors import CarrelError, ImageRefused, InvalidRequest, PlatformError
+from carrel.errors import CarrelError, ImageRefused, InvalidRequest, LimitExceeded
 from carrel.images.documents import (
     LARGEST_DOCUMENT,
     OCI_CONFIG,
@@ -34,6 +33,7 @@ from carrel.images.documents import (
     parse_manifest,
     read_json,
 )
+from carrel.images.layer_reading import FILE, HARD_LINK, SYMLINK, Entry, LayerLimits, LayerReader
 from carrel.images.reference import ImageReference
 from carrel.images.storage import ImageStorage, LayerProgress, Progress, StoredImage
 from carrel.primitives.atomic import write_all
@@ -69,30 +69,53 @@ class _LayoutFolder:
         pass
 
 
+class _Section(io.RawIOBase):
+    """A part of an open file."""
+
+    def __init__(self, descriptor: int, start: int, size: int):
+        self._descriptor, self._at, self._end = descriptor, start, start + size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = os.preadv(self._descriptor, [memoryview(buffer)[: self._end - self._at]], self._at)
+        self._at += count
+        return count
+
+
 class _Tar:
-    """A tar file. `docker save` of old versions links equal layers to one another."""
+    """A tar file. It is read like a layer, as hostile input. `docker save` of old versions links equal layers to one
+    another.
+    """
 
     def __init__(self, path: str):
+        self._file = open(path, "rb")  # noqa: SIM115 - closed by `close`
+        self._members: dict[str, tuple[Entry, int]] = {}
+        limits = LayerLimits(os.fstat(self._file.fileno()).st_size, _MOST_MEMBERS, 1)
+        reader = LayerReader(path, limits, "")
         try:
-            self._tar = tarfile.open(path, "r:")  # noqa: SIM115 - closed by `close`
-            self._members: dict[str, tarfile.TarInfo] = {}
-            for count, member in enumerate(self._tar):
-                if count >= _MOST_MEMBERS:
-                    raise ImageRefused(f"the archive has more than {_MOST_MEMBERS} files", field="path")
-                self._members[os.path.normpath(member.name)] = member
-        except (tarfile.TarError, EOFError, ValueError) as error:
-            raise ImageRefused(f"{path} is not a tar file: {error}", field="path") from None
+            for entry in reader:
+                self._members[os.path.normpath(os.fsdecode(entry.name))] = entry, reader.offset
+        except ImageRefused as error:
+            self._file.close()
+            raise ImageRefused(f"{path} is not a tar file of images: {error.detail}", field="path") from None
+        finally:
+            reader.close()
 
     def open(self, name: str) -> IO[bytes] | None:
-        member = self._members.get(os.path.normpath(name))
+        found = self._members.get(os.path.normpath(name))
         for _ in range(2):
-            if member is not None and (member.issym() or member.islnk()):
-                near = os.path.dirname(member.name) if member.issym() else ""
-                member = self._members.get(os.path.normpath(os.path.join(near, member.linkname)))
-        return self._tar.extractfile(member) if member is not None and member.isreg() else None
+            if found is not None and found[0].kind in {SYMLINK, HARD_LINK}:
+                link = found[0]
+                near = os.path.dirname(os.fsdecode(link.name)) if link.kind == SYMLINK else ""
+                found = self._members.get(os.path.normpath(os.path.join(near, os.fsdecode(link.target))))
+        if found is None or found[0].kind != FILE:
+            return None
+        return io.BufferedReader(_Section(self._file.fileno(), found[1], found[0].size))
 
     def close(self) -> None:
-        self._tar.close()
+        self._file.close()
 
 
 async def import_archive(
@@ -109,7 +132,7 @@ async def import_archive(
     """
     try:
         return await _import(storage, path, platform, progress, name)
-    except ImageRefused:
+    except (ImageRefused, LimitExceeded):
         await run_to_end(storage.forget_refused)
         raise
 
@@ -142,23 +165,25 @@ class _Import:
         self._path = path
         self._platform = platform
         self._source: _Source
+        self._place: str
 
     def run(self) -> list[tuple[str, list[ImageReference]]]:
         """Store all blobs, and return the digest of each manifest with its names."""
-        plain = f"{self._storage.partial_path('import')}.{secrets.token_hex(8)}"
+        with self._storage.temporary() as self._place:
+            return self._run()
+
+    def _run(self) -> list[tuple[str, list[ImageReference]]]:
         try:
             if os.path.isdir(self._path):
                 self._source = _LayoutFolder(self._path)
             elif _is_gzip(self._path):
+                plain = os.path.join(self._place, "plain")
                 self._gunzip(plain)
                 self._source = _Tar(plain)
             else:
                 self._source = _Tar(self._path)
-        except (OSError, EOFError, zlib.error) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise InvalidRequest(f"cannot read {self._path}: {error}", field="path") from None
-        finally:
-            with suppress(FileNotFoundError):
-                os.unlink(plain)  # it stays open
         try:
             # Newer versions of `docker save` write both; the layout keeps the digests of the registry.
             index = self._document("index.json")
@@ -167,10 +192,6 @@ class _Import:
             manifests = self._document("manifest.json")
             if manifests is not None:
                 return self._docker(manifests)
-        except (tarfile.TarError, EOFError, OSError) as error:
-            if isinstance(error, OSError) and error.errno is not None:
-                raise PlatformError(f"the import of {self._path} failed: {error.strerror}") from None
-            raise ImageRefused(f"{self._path} is damaged: {error}", field="path") from None
         finally:
             self._source.close()
         raise ImageRefused(
@@ -266,26 +287,21 @@ class _Import:
         if file is None:
             raise ImageRefused(f"{name[:200]} is missing in {self._path}", field="path")
         most = self._storage.limits.max_bytes
-        partial = f"{self._storage.partial_path('import')}.{secrets.token_hex(8)}"
+        partial = os.path.join(self._place, "blob")
         hashed, done = hashlib.sha256(), 0
-        try:
-            with file, open(partial, "xb", buffering=0) as target:
-                while piece := file.read(_PIECE):
-                    hashed.update(piece)
-                    done += len(piece)
-                    if done > (most if size is None else size):
-                        break
-                    write_all(target.fileno(), piece)
-            actual = f"sha256:{hashed.hexdigest()}"
-            if done > most or actual != (digest or actual) or done != (done if size is None else size):
-                raise ImageRefused(
-                    f"{name[:200]} in {self._path} is too large, or not what its digest and size promise", field="path"
-                )
-            self._storage.place_blob(partial, actual)
-        except BaseException:
-            with suppress(FileNotFoundError):
-                os.unlink(partial)
-            raise
+        with file, open(partial, "wb", buffering=0) as target:
+            while piece := file.read(_PIECE):
+                hashed.update(piece)
+                done += len(piece)
+                if done > (most if size is None else size):
+                    break
+                write_all(target.fileno(), piece)
+        actual = f"sha256:{hashed.hexdigest()}"
+        if done > most or actual != (digest or actual) or done != (done if size is None else size):
+            raise ImageRefused(
+                f"{name[:200]} in {self._path} is too large, or not what its digest and size promise", field="path"
+            )
+        self._storage.place_blob(partial, actual)
         return actual, done
 
 

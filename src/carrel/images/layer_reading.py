@@ -77,6 +77,7 @@ class LayerReader:
         self._closing = False
         self._chunk = b""
         self._at = 0
+        self._before = 0  # bytes in front of the chunk
         self._left = 0  # bytes of the current entry's content, with its padding
         self._ended = False
         self._thread = threading.Thread(target=self._produce, name="carrel-layer", daemon=True)
@@ -86,6 +87,11 @@ class LayerReader:
     def consumed(self) -> int:
         """Bytes of the blob that were read, for progress."""
         return self._file.tell()
+
+    @property
+    def offset(self) -> int:
+        """Where the content of the current entry begins in the tar."""
+        return self._before + self._at
 
     def close(self) -> None:
         """End the thread and close the file."""
@@ -184,6 +190,7 @@ class LayerReader:
             raise ImageRefused(f"the layer's compressed data is damaged: {found}", field="image")
         if isinstance(found, BaseException):
             raise found
+        self._before += len(self._chunk)
         self._chunk, self._at = found, 0
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import ExitStack
 
 from carrel.errors import ImageRefused, LimitExceeded
 from carrel.images.documents import BlobDescriptor, ImageIndex, ImagePlatform, digest_of, parse_config, parse_manifest
@@ -23,7 +24,7 @@ async def pull_image(
     """Bring an image here, also if an older one of that name is here already. Only missing layers are downloaded."""
     try:
         return await _pull(client, storage, reference, platform, progress)
-    except ImageRefused:
+    except (ImageRefused, LimitExceeded):
         await run_to_end(storage.forget_refused)
         raise
 
@@ -78,13 +79,16 @@ async def _pull_layer(
 ) -> None:
     async with storage.blob_lock(layer.digest):
         if not storage.has_blob(layer.digest):
-            path = await client.download(
-                reference,
-                layer,
-                storage.partial_path(layer.digest),
-                lambda done: progress(LayerProgress(layer.digest, "download", done, layer.size)),
-            )
-            await run_to_end(lambda: storage.place_blob(path, layer.digest))
+            with ExitStack() as stack:
+                place = await run_to_end(lambda: stack.enter_context(storage.temporary()))
+                path = await client.download(
+                    reference,
+                    layer,
+                    storage.partial_path(layer.digest),
+                    os.path.join(place, "blob"),
+                    lambda done: progress(LayerProgress(layer.digest, "download", done, layer.size)),
+                )
+                await run_to_end(lambda: storage.place_blob(path, layer.digest))
     await storage.unpack_layer(layer.digest, diff_id, progress)
     progress(LayerProgress(layer.digest, "done", layer.size, layer.size))
 

@@ -14,14 +14,15 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from http.cookiejar import DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urljoin, urlsplit
+from weakref import WeakValueDictionary
 
 from carrel.errors import Denied, ImageRefused, NotFound, PlatformError, RegistryFailed
 from carrel.images.credentials import RegistryLogin, docker_config_path, find_login
@@ -39,6 +40,8 @@ _HUB = "registry-1.docker.io"
 _ATTEMPTS = 6
 _REDIRECTS = 5
 _PIECE = 1 << 20
+_SLOWEST = 32 << 10
+"""Bytes in a second: a transfer that is slower, with its pauses, has failed."""
 _TOKEN_S = 55.0
 """Seconds that a token without a lifetime is used; the specification says that it has 60."""
 _LARGEST_TOKEN = 64 << 10
@@ -75,7 +78,7 @@ class RegistryClient:
     def __init__(self, access: RegistryAccess):
         self._access = access
         self._clients: dict[bool, httpx.AsyncClient] = {}
-        self._permits = asyncio.Semaphore(access.downloads)
+        self._permits: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._tokens: Cache[tuple[str, str], tuple[str, float]] = Cache(256)
         self._logins: Cache[str, RegistryLogin | None] = Cache(64, 60.0)
 
@@ -99,7 +102,7 @@ class RegistryClient:
                 data = await _read(answer, LARGEST_DOCUMENT, "the manifest")
                 return data, answer.headers.get("Content-Type", "")
 
-        data, kind = await self._retry(fetch)
+        data, kind = await self._retry(reference, fetch)
         if wanted is not None and digest_of(data) != wanted:
             raise ImageRefused(
                 f"the registry {reference.registry} sent a manifest that does not have the digest {wanted[:19]}…",
@@ -118,7 +121,7 @@ class RegistryClient:
                 _expect(answer, {200}, reference)
                 return await _read(answer, descriptor.size, "a document of the image")
 
-        data = await self._retry(fetch)
+        data = await self._retry(reference, fetch)
         if digest_of(data) != descriptor.digest:
             raise _lying(reference, descriptor)
         return data
@@ -132,19 +135,19 @@ class RegistryClient:
             async with self._request("PUT", reference, path, headers=headers, content=data, push=True) as answer:
                 _expect(answer, {200, 201}, reference)
 
-        await self._retry(send)
+        await self._retry(reference, send)
 
     # Blobs
 
     async def download(
-        self, reference: ImageReference, descriptor: BlobDescriptor, partial: str, report: Report
+        self, reference: ImageReference, descriptor: BlobDescriptor, partial: str, beside: str, report: Report
     ) -> str:
         """Download a blob and return the path of the file, whose digest and size are right.
 
         An interrupted download goes on where the file `partial` ends. When another process writes that file, the blob
-        is downloaded beside it.
+        is downloaded to `beside`.
         """
-        async with self._permits:
+        async with self._permits_of(reference):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             target = os.open(partial, flags, 0o600)
             try:
@@ -152,13 +155,15 @@ class RegistryClient:
                     fcntl.flock(target, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     os.close(target)
-                    partial = f"{partial}.{secrets.token_hex(6)}"
+                    partial = beside
                     target = os.open(partial, flags | os.O_EXCL, 0o600)
                 blob = _Download(target, descriptor)
                 try:
                     await run_to_end(blob.resume)
-                    await self._retry(lambda: self._fetch(reference, blob, report), lambda: blob.done)
-                except (ImageRefused, NotFound):
+                    await self._retry(
+                        reference, lambda: self._fetch(reference, blob, report), descriptor.size, lambda: blob.done
+                    )
+                except (ImageRefused, NotFound, OSError):  # a full disk needs the space for others
                     with suppress(FileNotFoundError):
                         os.unlink(partial)
                     raise
@@ -209,7 +214,7 @@ class RegistryClient:
                     _expect(answer, {200}, reference)
                 return answer.status_code == 200
 
-        return await self._retry(ask)
+        return await self._retry(reference, ask)
 
     async def upload(self, reference: ImageReference, digest: str, path: str, report: Report) -> None:
         """Send the file of a blob."""
@@ -219,19 +224,50 @@ class RegistryClient:
         async def send() -> None:
             async with self._request("POST", reference, "blobs/uploads/", content=b"", push=True) as answer:
                 _expect(answer, {202}, reference)
-                location = urljoin(str(answer.request.url), answer.headers.get("Location", ""))
+                given = answer.headers.get("Location", "")
+                location = _joined(reference.registry, str(answer.request.url), given)
             location += f"{'&' if '?' in location else '?'}digest={digest}"
             pieces = _pieces(path, report)
             async with self._request("PUT", reference, location, headers=headers, content=pieces, push=True) as answer:
                 _expect(answer, {201, 204}, reference)
 
-        async with self._permits:
-            await self._retry(send)
+        async with self._permits_of(reference):
+            await self._retry(reference, send, size)
 
     # Requests
 
-    async def _retry(self, work: Callable[[], Awaitable[T]], progress: Callable[[], int] = lambda: 0) -> T:
-        """Try again after a failure of the network. Attempts that brought something do not count."""
+    def _permits_of(self, reference: ImageReference) -> asyncio.Semaphore:
+        """Return what limits the transfers with one registry: a slow one must not stop the others."""
+        permits = self._permits.get(reference.registry)
+        if permits is None:
+            permits = self._permits[reference.registry] = asyncio.Semaphore(self._access.downloads)
+        return permits
+
+    async def _retry(
+        self,
+        reference: ImageReference,
+        work: Callable[[], Awaitable[T]],
+        size: int = 0,
+        progress: Callable[[], int] = lambda: 0,
+    ) -> T:
+        """Try again after a failure of the network. Attempts that brought something do not count.
+
+        `size` bytes may take as long as on a slow line, with all attempts together: a registry that sends a byte now
+        and then must not keep anybody waiting for ever.
+        """
+        seconds = _ATTEMPTS * self._access.timeout_s + size / _SLOWEST
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._attempts(work, progress)
+        except TimeoutError:
+            raise RegistryFailed(
+                f"the registry {reference.registry} is too slow: {size or 'a few'} bytes took more than "
+                f"{seconds:.0f} seconds",
+                field="image",
+                hint="try again: what has arrived is kept for a day",
+            ) from None
+
+    async def _attempts(self, work: Callable[[], Awaitable[T]], progress: Callable[[], int]) -> T:
         pauses, left, before = Backoff(0.2, 5.0), _ATTEMPTS, progress()
         while True:
             try:
@@ -284,7 +320,7 @@ class RegistryClient:
                         await self._answer(registry, scope, answer.headers.get_list("WWW-Authenticate"))
                         continue
                     if answer.is_redirect and method in {"GET", "HEAD"}:
-                        url = urljoin(url, answer.headers.get("Location", ""))
+                        url = _joined(registry, url, answer.headers.get("Location", ""))
                         if urlsplit(url).scheme not in {"https", urlsplit(base).scheme}:
                             raise RegistryFailed(f"the registry {registry} redirects to an address without TLS")
                         continue
@@ -333,6 +369,7 @@ class RegistryClient:
                 context.verify_mode = ssl.CERT_NONE
             timeout = httpx.Timeout(self._access.timeout_s, connect=min(10.0, self._access.timeout_s), pool=None)
             client = self._clients[unverified] = httpx.AsyncClient(verify=context, timeout=timeout)
+            client.cookies.jar.set_policy(DefaultCookiePolicy(allowed_domains=[]))  # nobody needs them here
         return client
 
     # Authentication
@@ -363,7 +400,7 @@ class RegistryClient:
     async def _bearer(
         self, registry: str, values: Mapping[str, str], scope: str, login: RegistryLogin | None
     ) -> tuple[str, float]:
-        realm = values["realm"]
+        realm = _joined(registry, self._base(registry), values["realm"])
         if urlsplit(realm).scheme not in {"https", urlsplit(self._base(registry)).scheme}:
             raise RegistryFailed(f"the registry {registry} names a token service without TLS")
         query = {"service": values.get("service", ""), "scope": scope}
@@ -449,6 +486,16 @@ async def _read(answer: httpx.Response, most: int, what: str) -> bytes:
         if len(body) > most:
             raise ImageRefused(f"{what} is larger than {most} bytes", field="image")
     return bytes(body)
+
+
+def _joined(registry: str, base: str, given: str) -> str:
+    """Return the address that a registry gives, relative to `base` or whole."""
+    try:
+        url = urljoin(base, given)
+        urlsplit(url).port  # noqa: B018 - raises ValueError
+    except ValueError:
+        raise RegistryFailed(f"the registry {registry} gives an address that is not valid", field="image") from None
+    return url
 
 
 def _origin(url: str) -> tuple[str, str]:

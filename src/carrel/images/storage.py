@@ -1,7 +1,7 @@
 """The images of a server on its disk.
 
     blobs/HEX        manifests, configurations and layers as they came, by digest
-    partial/HEX      layers whose download was interrupted
+    partial/HEX      layers whose download was interrupted, and may go on within a day
     layers/HEX       unpacked layers, each once, by the digest of its tar (`diff_id`)
     roots/HEX        root file systems, by chain: directories of their own, files are hard links into `layers`
     images/HEX       one empty file for each complete image, by the digest of its manifest; its time is the last use
@@ -36,6 +36,7 @@ from carrel.images.assembly import LAYER_RECORD
 from carrel.images.documents import ImageConfig, ImageManifest, digest_of, parse_config, parse_manifest
 from carrel.images.layer_reading import LayerLimits
 from carrel.images.reference import ImageReference
+from carrel.images.unpack import disk_problem
 from carrel.primitives import libc
 from carrel.primitives.atomic import sync_directory, write_file
 from carrel.primitives.cache import Cache
@@ -217,11 +218,16 @@ class ImageStorage:
 
     @contextmanager
     def adding(self) -> Iterator[None]:
-        """Keep blobs and layers that no image refers to yet from being collected, for the length of the block."""
+        """Keep blobs and layers that no image refers to yet from being collected, for the length of the block.
+
+        An `OSError` in it becomes the error for users: the disk may be full.
+        """
         descriptor = os.open(self._path("adding"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             yield
+        except OSError as error:
+            raise disk_problem(error) from error
         finally:
             os.close(descriptor)
 
@@ -238,7 +244,7 @@ class ImageStorage:
         return self._locks.of(("blob", digest))
 
     def partial_path(self, digest: str) -> str:
-        """Return the path for a download of a blob that may be resumed. See `place_blob`."""
+        """Return the path for a download of a blob that may be resumed. Other files belong into `temporary`."""
         return self._path("partial", digest)
 
     def read_blob(self, digest: str) -> bytes:
@@ -404,8 +410,10 @@ class ImageStorage:
             for name in os.listdir(self._path("images")):  # its blobs are gone: nobody can use it
                 if all(image.digest != f"sha256:{name}" for image in images):
                     os.unlink(self._path("images", name))
-        except BlockingIOError:  # an image is being added: the next collection removes it
-            pass
+        except BlockingIOError:  # an image is being added: the next collection removes what nobody needs
+            for path in set(blobs) - needed:
+                with suppress(FileNotFoundError):
+                    os.utime(path, (0, 0))
         finally:
             os.close(adding)
 
@@ -525,8 +533,11 @@ class ImageStorage:
         return sum(blobs.values()) + sum(self._layer_bytes(each) for each in layers)
 
     @contextmanager
-    def _temporary(self) -> Iterator[str]:
-        """Yield a new directory that nobody sweeps, and remove it if it is still there afterwards."""
+    def temporary(self) -> Iterator[str]:
+        """Yield a new directory on the file system of the images, and remove it if it is still there afterwards.
+
+        What a killed process leaves there is removed by the next one. Blocking.
+        """
         path = self._path("temporary", secrets.token_hex(12))
         with self._locked():
             os.mkdir(path, 0o700)
@@ -547,7 +558,7 @@ class ImageStorage:
             loop.call_soon_threadsafe(report, done)
 
         def work() -> None:
-            with self._temporary() as path:
+            with self.temporary() as path:
                 _run_child([*words[:1], path, *words[1:]], child, tell)
                 try:
                     os.rename(path, target)

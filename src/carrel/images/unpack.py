@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-from carrel.errors import CarrelError, ImageRefused, PlatformError
+from carrel.errors import CarrelError, ImageRefused, LimitExceeded, PlatformError
 from carrel.images.assembly import LAYER_RECORD, assemble
 from carrel.images.layer_reading import (
     BLOCK,
@@ -43,7 +43,7 @@ _WHITEOUT, _OPAQUE, _AUFS = b".wh.", b".wh..wh..opq", b".wh..wh."
 _OPEN = 200
 _BLOCK_BYTES = 4096
 _NAME_BYTES = 256
-"""The average length of a path beyond which a layer is refused: paths of directories are kept in memory."""
+"""The average length of names beyond which a layer is refused: those of directories and links are kept in memory."""
 _MEMORY = 4 << 30
 _REPORT_S = 0.1
 _PR_SET_PDEATHSIG = 1
@@ -54,9 +54,11 @@ _REFUSED_PATHS = {errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EILSEQ, 
 class _Unpacking:
     """One layer on its way into the open directory `root`."""
 
-    def __init__(self, root: int, reader: LayerReader):
+    def __init__(self, root: int, reader: LayerReader, max_entries: int):
         self._root = root
         self._reader = reader
+        self._max_folders = max_entries
+        self._text_left = max_entries * _NAME_BYTES
         self._owners = os.geteuid() == 0
         self._folders: dict[bytes, Entry | None] = {b"": None}
         """The directories made so far. None for those that the layer only passes through."""
@@ -66,14 +68,14 @@ class _Unpacking:
         self._borrowed: dict[bytes, bytes] = {}
         self._bytes = 0
 
-    def run(self, path_bytes: int) -> dict[str, object]:
+    def run(self) -> dict[str, object]:
         """Unpack everything and return the record of the layer."""
-        told, seen = time.monotonic(), 0
+        told = time.monotonic()
         for entry in self._reader:
             name = _clean(entry.name)
-            seen += len(name)
-            if seen > path_bytes:
-                raise ImageRefused("the paths in the layer are too long", field="image")
+            self._remember(len(name) + len(entry.target))
+            for key, value in entry.xattrs.items():
+                self._remember(len(key) + len(value))
             try:
                 self._add(entry, name)
             except OSError as error:
@@ -91,6 +93,12 @@ class _Unpacking:
             "opaque": self._opaque,
             "borrowed": {os.fsdecode(path): os.fsdecode(target) for path, target in self._borrowed.items()},
         }
+
+    def _remember(self, size: int) -> None:
+        """Count text that is kept in memory until the end."""
+        self._text_left -= size
+        if self._text_left < 0:
+            raise ImageRefused("the paths and attributes in the layer are too long", field="image")
 
     def _attributes(self, entry: Entry) -> list[object]:
         """Return the attributes of a directory for the record: here, its mode might forbid to look into it."""
@@ -132,22 +140,40 @@ class _Unpacking:
         if found is not None:
             return found
         if path not in self._folders:
-            parent, _, base = path.rpartition(b"/")
-            above = self._directory(parent)
+            return self._make_folders(path)
+        return self._keep_open(path, libc.open_without_links(os.fsdecode(path), self._root, DIRECTORY))
+
+    def _make_folders(self, path: bytes) -> int:
+        """Make a directory and those above it that are missing, from the top. A short entry may ask for thousands."""
+        missing = [path]
+        while (above := missing[-1].rpartition(b"/")[0]) not in self._folders:
+            missing.append(above)
+        folder = self._directory(above)
+        for each in reversed(missing):
+            base = each.rpartition(b"/")[2]
             if base.startswith(_WHITEOUT):
-                raise _refused(path, "is a whiteout and has entries")
+                raise _refused(each, "is a whiteout and has entries")
             try:
-                os.mkdir(base, 0o700, dir_fd=above)
+                os.mkdir(base, 0o700, dir_fd=folder)
             except FileExistsError:
-                raise _refused(path, "is a link or a file, and an entry leads through it") from None
-            self._borrowed.pop(path, None)
-            self._folders[path] = None
-            self._bytes += _BLOCK_BYTES
+                raise _refused(each, "is a link or a file, and an entry leads through it") from None
+            self._borrowed.pop(each, None)
+            self._count_folder(each)
+            folder = self._keep_open(each, os.open(base, DIRECTORY, dir_fd=folder))
+        return folder
+
+    def _keep_open(self, path: bytes, descriptor: int) -> int:
         if len(self._open) >= _OPEN:
             self.close_folders()
-        found = libc.open_without_links(os.fsdecode(path), self._root, DIRECTORY)
-        self._open[path] = found
-        return found
+        self._open[path] = descriptor
+        return descriptor
+
+    def _count_folder(self, path: bytes) -> None:
+        self._folders[path] = None
+        self._bytes += _BLOCK_BYTES
+        self._remember(len(path))
+        if len(self._folders) > self._max_folders:
+            raise ImageRefused(f"the layer has more than {self._max_folders} directories", field="image")
 
     def close_folders(self) -> None:
         """Close all directories but the root."""
@@ -164,8 +190,8 @@ class _Unpacking:
             except FileExistsError:
                 os.unlink(base, dir_fd=above)
                 os.mkdir(base, 0o700, dir_fd=above)
-            self._bytes += _BLOCK_BYTES
             self._borrowed.pop(name, None)
+            self._count_folder(name)
         self._folders[name] = entry
 
     # Other entries
@@ -296,6 +322,20 @@ def _refused(name: bytes, why: str) -> ImageRefused:
     )
 
 
+def disk_problem(error: OSError) -> CarrelError:
+    """Return the error for users when files of images cannot be written."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+        return LimitExceeded(
+            "the disk of the images is full: nothing of this image was kept",
+            field="image",
+            hint="remove images that are not needed (`carrel image rm`), or free disk space, then try again",
+        )
+    where = os.fsdecode(error.filename or "")[:200]
+    return PlatformError(
+        f"cannot store an image: {error.strerror or error}: {where}", hint="look at the disk of the images"
+    )
+
+
 def _say(message: dict[str, object]) -> None:
     write_all(1, json.dumps(message).encode() + b"\n")
 
@@ -307,9 +347,9 @@ def unpack(target: str, source: str, diff_id: str, limits: LayerLimits) -> None:
     root = os.open(tree, DIRECTORY)
     try:
         reader = LayerReader(source, limits, diff_id)
-        unpacking = _Unpacking(root, reader)
+        unpacking = _Unpacking(root, reader, limits.max_entries)
         try:
-            record = unpacking.run(limits.max_entries * _NAME_BYTES)
+            record = unpacking.run()
         finally:
             unpacking.close_folders()
             reader.close()
@@ -338,10 +378,7 @@ def main(words: Sequence[str]) -> int:
     except MemoryError:
         problem = ImageRefused("the layer needs too much memory to unpack", field="image")
     except OSError as error:
-        problem = PlatformError(
-            f"cannot unpack an image: {error.strerror}: {os.fsdecode(error.filename or '')[:200]}",
-            hint="see whether the disk of the data directory is full",
-        )
+        problem = disk_problem(error)
     _say({"problem": problem.problem()})
     return 1
 

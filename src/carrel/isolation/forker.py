@@ -531,7 +531,7 @@ class SandboxForker:
             kept = self._supervisor.take_over(self._prepared, rehearse=rehearse)
             workspaces = -1 if self._isolate else self._workspaces
             linux.close_all_but({0, 1, 2, orders.fileno(), lock, workspaces, *kept})
-            prepared = sandbox.Prepared()
+            prepared = sandbox.PreparedSandbox()
             if self._isolate:
                 held = self._notifications
                 prepared = sandbox.prepare(orders, root=self._root, own_network=own_network, notifications=held)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+from functools import lru_cache
 
 from carrel.errors import PlatformError
 from carrel.isolation.rootfs import SANDBOX_UID
@@ -58,8 +59,9 @@ def agent(slot: int, *, idmap: bool) -> int:
 
 
 def image_rows(wanted: int) -> list[tuple[int, int, int]]:
-    """Return the users of an image whose user is `wanted`, in a sandbox of root; a row has the first id in the image, the
-    first id in the sandbox, and their number. Files show the owners that they have in the image, and the kernel changes the files of a writable root.
+    """Return the users of an image whose user is `wanted`, in a sandbox of root. A row has the first id in the image,
+    the first id in the sandbox, and their number. So files show the owners that they have in the image, and the kernel
+    changes the files of a writable root.
 
     The user `wanted` is the agent. Nobody of the image is root of the sandbox, who owns its namespaces: the kernel
     would let that user change settings of the network, as the owner of their files. So up to three users have other
@@ -82,6 +84,7 @@ def image_map(wanted: int, first: int = 0) -> str:
     return "".join(f"{found} {first + seen} {count}\n" for found, seen, count in image_rows(wanted))
 
 
+@lru_cache(1024)
 def in_image(found: int, wanted: int) -> int:
     """Return the id in the image of a file that a build's sandbox of root made: there it has an id of the host."""
     found %= RANGE

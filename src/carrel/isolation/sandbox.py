@@ -148,7 +148,7 @@ class ImageUsers:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedSandbox:
     """The result of the first part: the descriptor for writing secrets, the listening egress socket, and the users of
     an image whose user the zygote expects.
 
@@ -167,7 +167,7 @@ def prepare(
     root: bool,
     own_network: bool = True,
     notifications: Mapping[str, int] = MappingProxyType({}),
-) -> Prepared:
+) -> PreparedSandbox:
     """Do the first part, before a sandbox is requested. Called in the child, in its new namespaces.
 
     Without `own_network` it shares the host's network, over which it never has a capability. `notifications` are the
@@ -195,7 +195,7 @@ def prepare(
     if expected:
         users = ImageUsers.make((int(expected[0]), int(expected[1])), f"{BASE}/proc")
         _hand_over(orders, IMAGE_USERS, users.namespace)
-    return Prepared(rootfs.protect_secrets(BASE), proxy_listener, users)
+    return PreparedSandbox(rootfs.protect_secrets(BASE), proxy_listener, users)
 
 
 def _hand_over_proxy_listener(orders: socket.socket) -> socket.socket:
@@ -240,7 +240,7 @@ def hand_over_memory(orders: socket.socket, spec: Spec) -> None:
             os.close(descriptor)
 
 
-def complete(spec: Spec, fds: Sequence[int], program: bytes, prepared: Prepared, *, root: bool) -> None:
+def complete(spec: Spec, fds: Sequence[int], program: bytes, prepared: PreparedSandbox, *, root: bool) -> None:
     """Do the second part: set up what was requested, then drop every privilege for good.
 
     The descriptors are those of the workspace; of the masks, and of the image and the layers around it, if there are

@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import BinaryIO, cast
 
 from carrel.control.images.images import CACHE_REPOSITORY, Images, nothing
@@ -161,7 +162,9 @@ class ImageBuilds:
         ):
             traffic.count_in(os.stat(context).st_size)
             held.enter_context(self._storage.adding())
-            image = await _Build(self._images, self._storage, self._runs, caller, request, say, held).run(context)
+            place = await run_to_end(lambda: held.enter_context(self._storage.temporary()))
+            build = _Build(self._images, self._storage, self._runs, caller, request, say, held, place)
+            image = await build.run(context)
             if name is not None:
                 await asyncio.to_thread(self._storage.name, name, image.digest)
                 image = await asyncio.to_thread(self._storage.open, name)
@@ -169,7 +172,7 @@ class ImageBuilds:
 
 
 class _Build:
-    """One build. `held` keeps its images on the disk until it is over."""
+    """One build. `held` keeps its images on the disk until it is over; `place` is a directory for its files."""
 
     def __init__(
         self,
@@ -180,6 +183,7 @@ class _Build:
         request: ImageBuild,
         say: SayLine,
         held: AsyncExitStack,
+        place: str,
     ):
         self._images = images
         self._storage = storage
@@ -188,6 +192,7 @@ class _Build:
         self._request = request
         self._say = say
         self._held = held
+        self._place = place
         self._platform = ImagePlatform.of_host()
         self._stages: dict[int, StoredImage] = {}
         self._context: StoredImage | None = None
@@ -252,7 +257,9 @@ class _Build:
         assert self._context is not None
         source = await self._origin(file, arguments, step.origin, number) if step.origin else self._context
         for each in step.sources if step.unpack else ():
-            image = await self._added(replace(step, sources=(each,)), source, image)
+            one = replace(step, sources=(each,))
+            said = ["add", image.digest, source.digest, each, step.target, step.owner, step.mode]
+            image = await self._once(said, partial(self._added, one, source, image))
         return image if step.unpack else await self._copied(step, source, image)
 
     async def _copied(self, step: CopyStep, source: StoredImage, image: StoredImage) -> StoredImage:
@@ -373,8 +380,8 @@ class _Build:
         return await self._image(ImageConfig(architecture=self._platform.architecture, diff_ids=(digest,)), [layer])
 
     def _new_file(self) -> str:
-        """Return a path for a layer, on the file system of the images. What a killed server leaves there is removed."""
-        return self._storage.partial_path(f"sha256:{secrets.token_hex(32)}")
+        """Return a path for a layer."""
+        return os.path.join(self._place, secrets.token_hex(8))
 
 
 def _owners(agent: Owner) -> Callable[[os.stat_result], Owner]:

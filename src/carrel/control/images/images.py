@@ -9,10 +9,9 @@ import asyncio
 import logging
 import os
 import re
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from datetime import UTC, datetime
 
 from carrel.config import ImageSettings
@@ -27,6 +26,7 @@ from carrel.images.pulling import pull_image, push_image
 from carrel.images.reference import DEFAULT_REGISTRY, ImageReference
 from carrel.images.registry import RegistryAccess, RegistryClient
 from carrel.images.storage import CollectedImages, ImageStorage, LayerProgress, Progress, RootHold, StoredImage
+from carrel.images.unpack import disk_problem
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import operations as op
 from carrel.models.images import (
@@ -38,6 +38,7 @@ from carrel.models.images import (
     ImagePull,
     ImagePush,
 )
+from carrel.primitives.atomic import write_all
 from carrel.store import ImageSession, SessionStore
 from carrel.threads import run_to_end
 
@@ -62,7 +63,7 @@ def nothing(_progress: LayerProgress) -> None:
 
 
 class Images:
-    """The images of one server. `storage` is prepared; `spool` is a directory for uploads."""
+    """The images of one server. `storage` is prepared."""
 
     def __init__(
         self,
@@ -72,7 +73,6 @@ class Images:
         admission: Admission,
         metrics: Metrics,
         *,
-        spool: str,
         node: str,
     ):
         self._settings = settings
@@ -80,7 +80,6 @@ class Images:
         self._store = store
         self._admission = admission
         self._metrics = metrics
-        self._spool = spool
         self._node = node
         self._pulls = SharedPulls()
         self._platform = ImagePlatform.parse(settings.platform) if settings.platform else ImagePlatform.of_host()
@@ -217,8 +216,10 @@ class Images:
     async def spooled(self, content: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, int]]:
         """Write an upload to a file for the length of the block."""
         most, size = self._settings.max_mb * _MB, 0
-        os.makedirs(self._spool, 0o700, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self._spool, suffix=".tar") as file:
+        with ExitStack() as stack:
+            place = await run_to_end(lambda: stack.enter_context(self._storage.temporary()))
+            path = os.path.join(place, "upload.tar")
+            file = await run_to_end(lambda: stack.enter_context(open(path, "xb", buffering=0)))
             async for piece in content:
                 size += len(piece)
                 if size > most:
@@ -227,9 +228,11 @@ class Images:
                         field="body",
                         hint="let the operator raise CARREL_IMAGES_MAX_MB",
                     )
-                await run_to_end(lambda piece=piece: file.write(piece))  # type: ignore[misc]
-            await run_to_end(file.flush)
-            yield file.name, size
+                try:
+                    await run_to_end(lambda piece=piece: write_all(file.fileno(), piece))  # type: ignore[misc]
+                except OSError as error:
+                    raise disk_problem(error) from error
+            yield path, size
 
     # sending
 
