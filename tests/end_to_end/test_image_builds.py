@@ -15,7 +15,7 @@ DOCKERFILE = """\
 FROM scratch
 COPY rootfs /
 WORKDIR /app
-RUN echo built > made && rm /etc/os-release && mkdir /opt && ls -a / > /opt/listed
+RUN echo built > made && rm /etc/os-release && mkdir /opt && ls -a / > /opt/listed && sleep 2.5
 USER worker
 RUN id -u > mine || id -u > /home/other/mine
 """
@@ -24,13 +24,13 @@ RUN id -u > mine || id -u > /home/other/mine
 @pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
 def test_an_ordinary_user_builds_an_image(tmp_path: Path) -> None:
     context = tmp_path / "context"
-    images.debian(context / "rootfs", python=False, programs=["sh", "cat", "rm", "mkdir", "id", "ls"])
+    images.debian(context / "rootfs", python=False, programs=["sh", "cat", "rm", "mkdir", "id", "ls", "sleep"])
     with (context / "rootfs/etc/passwd").open("a") as users:
         users.write("worker:x:1235:56:w:/home/other:/bin/sh\n")
     (context / "rootfs/home/other").mkdir()
     (context / "rootfs/home/other").chmod(0o777)
     (context / "Dockerfile").write_text(DOCKERFILE)
-    said: list[str] = []
+    said: list[str] = []  # the first RUN lasts so long that the disk watch looks at its files
     with serving(user=True, build=True) as server:
         server.client.images.build(context, name="made:1", log=said.append)
         box = server.client.sandbox("c", image="made:1")

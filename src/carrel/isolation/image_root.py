@@ -109,6 +109,8 @@ def mount(image: int, base: str, *, trust: bool, writable: bool = False) -> str:
     else:
         flags |= linux.MS_RDONLY
     linux.mount("overlay", MERGED, "overlay", flags, options)
+    if writable:  # the kernel closes it to everybody, and the disk watch of an ordinary user could not look into it
+        os.chmod(f"{CHANGES}/{_WORK}/work", 0o700)
     for path in _SHARED:
         tree = linux.open_tree(base + path, recursive=True)
         try:
