@@ -59,7 +59,7 @@ async def test_docker_archives(storage: ImageStorage, tmp_path: Path) -> None:
     assert again.digest == image.digest and str(other) in again.names
 
 
-@pytest.mark.parametrize("kind", ["lying", "link out", "nothing", "no tar", "bomb"])
+@pytest.mark.parametrize("kind", ["lying", "link out", "nothing", "no tar", "bomb", "large header"])
 async def test_hostile_archives_leave_nothing(storage: ImageStorage, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.tar"
     if kind == "lying":
@@ -68,6 +68,8 @@ async def test_hostile_archives_leave_nothing(storage: ImageStorage, tmp_path: P
         docker_archive(path, link="/etc/passwd")
     elif kind == "nothing":
         path.write_bytes(tar_of([tar_entry("x", b"x")]))
+    elif kind == "large header":
+        path.write_bytes(tar_of([tar_entry("x", b"x", pax_headers={"note": "n" * (2 << 20)})]))
     elif kind == "no tar":
         path.write_bytes(b"x" * 5000)
     else:
