@@ -38,6 +38,7 @@ RUN <<EOF
 echo built > made
 rm /etc/os-release
 ls -a / > /opt/listed
+sleep 2.5
 EOF
 USER service
 RUN id -u > /srv/mine
@@ -52,7 +53,7 @@ OWNERS = "chown service:staff /srv/theirs\nchown service /srv\nsetpriv --reuid=s
 CONTROL = "Package: demo\nVersion: 1\nArchitecture: all\nMaintainer: nobody <n@example.org>\nDescription: none\n"
 PROGRAMS = (  # noqa: SIM905
     "sh cat rm mkdir id ls stat chown touch tar setpriv useradd dpkg dpkg-deb dpkg-split dpkg-query ldconfig "
-    "start-stop-daemon diff"
+    "start-stop-daemon diff sleep"
 ).split()
 
 pytestmark = pytest.mark.skipif("namespace" not in KINDS, reason="this host cannot make such sandboxes")
@@ -131,7 +132,7 @@ def test_build_run_push_and_export(place: tuple[Server, RegistryServer], tmp_pat
 
     last = DOCKERFILE.replace("USER service\n", "") + "RUN touch /x && chown 33:33 /x && echo wrong >&2 && exit 3\n"
     (context / "Dockerfile").write_text(last)
-    with pytest.raises(InvalidRequest, match=r"line 15: RUN failed: it ended with") as refused:
+    with pytest.raises(InvalidRequest, match=r"line 16: RUN failed: it ended with") as refused:
         client.images.build(context, log=said.append)
     assert "3: wrong" in refused.value.detail if as_root else "has one user id" in (refused.value.hint or "")
     assert [each.names for each in client.images.list()] == [["made:1"]]

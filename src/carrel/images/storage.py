@@ -226,6 +226,8 @@ class ImageStorage:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             yield
+        except (TimeoutError, ConnectionError):  # these are of no disk
+            raise
         except OSError as error:
             raise disk_problem(error) from error
         finally:

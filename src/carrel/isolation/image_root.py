@@ -123,7 +123,7 @@ def mount(image: int, around: int, base: str, *, trust: bool, writable: bool = F
     else:
         flags |= linux.MS_RDONLY
     linux.mount("overlay", MERGED, "overlay", flags, options)
-    if writable:  # the kernel lets nobody read it, but an ordinary user's server has to measure the volume
+    if writable:  # the kernel closes it to everybody, and the disk watch of an ordinary user could not look into it
         os.chmod(f"{CHANGES}/{_WORK}/work", 0o700)
     for path in _SHARED:
         tree = linux.open_tree(base + path, recursive=True)
