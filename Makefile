@@ -26,8 +26,10 @@ test kills: export PYTHONDONTWRITEBYTECODE :=
 test: setup  ## run every test, some at a time (WORKERS=4 for four; ARGS="-k name" to choose some, in one process)
 	@$(PY) -m pytest $(if $(ARGS),$(ARGS),$(SUITE))
 
-kills: setup  ## kill the server 200 times under load on each database, and `carrel here` 200 times
-	@CARREL_KILLS=$${CARREL_KILLS:-200} $(PY) -m pytest -q tests/end_to_end/test_kills.py tests/end_to_end/test_here_kills.py $(ARGS)
+KILLED := $(addprefix tests/end_to_end/test_,kills.py here_kills.py image_kills.py)
+
+kills: setup  ## kill the server 200 times under load on each database and with images, and `carrel here` 200 times
+	@CARREL_KILLS=$${CARREL_KILLS:-200} $(PY) -m pytest -q $(KILLED) $(ARGS)
 
 check: setup  ## format, lint, strict types, import layers, generated files
 	@$(PY) -m ruff format --check .

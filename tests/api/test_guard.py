@@ -23,7 +23,7 @@ ADMINISTER = {
     "create_token", "get_token", "list_tokens", "revoke_token", "put_policy", "delete_policy",
     "list_secrets", "put_secret", "delete_secret",
     "put_template_secret", "list_template_secrets", "delete_template_secret", "prune_audit", "forget_context",
-    "import_image", "build_image", "delete_image",
+    "import_image", "build_image", "delete_image", "push_image", "export_image",
 }  # fmt: skip
 """What is deliberately for administrators only."""
 THEMSELVES = {row.id for row in TABLE if row.context_from == "handler"}

@@ -70,7 +70,13 @@ LABEL a=b "c d"='e f'
         ("FROM a\n\nONBUILD RUN x", 3, "ONBUILD is not supported"),
         ("RUN x", 1, "before the first FROM"),
         ("FROM a\nRUN --mount=type=cache,target=/x y", 2, "RUN --mount is not supported"),
-        ("FROM a\nRUN <<EOF\nx\nEOF", 2, "here-documents are not supported"),
+        ("FROM a\nRUN <<EOF\nx\n EOF", 2, "there is no line 'EOF'"),
+        ("FROM a\n\nRUN cat <<EOF|sh\nx\nEOF", 3, "no delimiter"),
+        ("FROM a\nADD <<EOF /x\nx\nEOF", 2, "ADD of a here-document"),
+        ("FROM a\nCOPY <<A <<B /x\nx\nA\ny\nB", 2, "several sources"),
+        ("FROM a\nRUN <<EOF\nx\nEOF\nHEALTHCHECK none", 5, "is not supported"),
+        ("FROM a\nWORKDIR /workspace/x", 2, "directories of their own at /workspace"),
+        ("FROM a\nCOPY a /home/agent", 2, "directories of their own at /home/agent"),
         ("FROM a\nCOPY --link a b", 2, "COPY --link is not supported"),
         ("# syntax=example.com/other\nFROM a", 1, "is not supported"),
         ("FROM a AS b\nFROM c AS b", 2, "already a stage"),
@@ -148,3 +154,44 @@ def test_any_file_is_read_or_refused(lines):
         evaluated("\n".join(lines))
     except InvalidRequest as error:
         assert "Dockerfile" in error.detail
+
+
+HERE_DOCUMENTS = r"""FROM a
+ARG WORD=world
+RUN <<EOF
+# a comment of the script
+echo "$WORD" \
+
+EOF
+RUN cat <<-'A' <<B > /x
+TABone $WORD
+A
+two
+TABB
+B
+RUN <<X
+#!/usr/bin/env -S python3 -u
+print("EOF")
+X
+COPY --chmod=700 <<EOF <<'RAW' /etc/
+hello ${WORD} \$WORD 'quoted' \n ${NONE:-none}
+EOF
+$WORD
+RAW
+COPY <<EOF /etc/one
+EOF
+RUN echo "a <<EOF" $((1 << 2)) <<<word
+""".replace("TAB", "\t")
+
+
+def test_here_documents():
+    steps, _ = evaluated(HERE_DOCUMENTS)
+    runs = [step.command[2] for step in steps if isinstance(step, RunStep)]
+    assert runs[0] == '# a comment of the script\necho "$WORD" \\\n\n'
+    assert runs[1] == "cat <<-'A' <<B > /x\none $WORD\nA\ntwo\n\tB\nB\n"
+    assert runs[2].startswith("/usr/bin/env '-S python3 -u' /dev/stdin <<'CARREL_END'\n#!/usr/bin/env")
+    assert runs[3] == 'echo "a <<EOF" $((1 << 2)) <<<word'
+    several, one = (step for step in steps if isinstance(step, CopyStep))
+    assert (several.sources, several.target, several.mode) == ((), "/etc/", 0o700)
+    assert several.texts == (("EOF", "hello world $WORD 'quoted' \\n none\n"), ("RAW", "$WORD\n"))
+    assert (one.target, one.texts) == ("/etc/one", (("EOF", ""),))

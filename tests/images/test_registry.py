@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gzip
 import hashlib
 import json
 import os
 import random
+import subprocess
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.support.registry import RegistryServer, store_blobs, tar_entry, tar_of
 
-from carrel.errors import Denied, ImageRefused, NotFound, RegistryFailed
+from carrel.errors import Denied, ImageRefused, LimitExceeded, NotFound, RegistryFailed
 from carrel.images.documents import OCI_INDEX, OCI_MANIFEST, BlobDescriptor, ImagePlatform, encode
 from carrel.images.layer_reading import LayerLimits
 from carrel.images.pulling import pull_image, push_image
@@ -90,6 +92,31 @@ async def test_push_and_pull(registry: RegistryServer, storage: ImageStorage, tm
     async with client_of(replace(access, allowed=frozenset(["ghcr.io"]))) as client:
         with pytest.raises(Denied, match="may not come from"):
             await client.manifest(reference)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small disk")
+async def test_a_full_disk(registry: RegistryServer, storage: ImageStorage, tmp_path: Path) -> None:
+    image = await made(storage)
+    reference = ImageReference.parse(f"{registry.host}/large:1")
+    size = sum(each.size for each in image.manifest.layers)
+    async with client_of(RegistryAccess(plain_http=frozenset([registry.host]))) as client:
+        await push_image(client, storage, image, reference, quiet)
+        disk = tmp_path / "elsewhere"
+        disk.mkdir()
+        for fits in (size - 1, size + 100_000, 3 * size):  # nothing, the blobs, everything
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={fits}", "tests", str(disk)], check=True)
+            try:
+                target = empty(tmp_path)
+                if fits == 3 * size:
+                    assert (await pull_image(client, target, reference, HOST, quiet)).digest == image.digest
+                else:
+                    with pytest.raises(LimitExceeded, match=r"is full|MiB left"):
+                        await pull_image(client, target, reference, HOST, quiet)
+                    assert not [
+                        path for path in disk.rglob("*") if not path.is_dir() and path.name not in {"lock", "adding"}
+                    ]
+            finally:
+                subprocess.run(["umount", str(disk)], check=True)
 
 
 async def test_password_and_certificate(
@@ -192,6 +219,11 @@ async def test_interrupted_downloads_are_resumed(tmp_path: Path) -> None:
         Path(partial).write_bytes(b"x" * 1000)
         await client.download(reference, descriptor(data), partial, "", seen.append)
         assert Path(partial).read_bytes() == data
+        with open(partial, "r+b") as another:  # another process downloads the same
+            fcntl.flock(another, fcntl.LOCK_EX)
+            beside = str(tmp_path / "beside")
+            assert await client.download(reference, descriptor(data), partial, beside, seen.append) == beside
+        assert Path(beside).read_bytes() == data
 
 
 @pytest.mark.parametrize("lie", ["digest", "size", "endless"])
@@ -225,7 +257,8 @@ async def test_bearer_tokens_and_redirects(tmp_path: Path) -> None:
                 return 200, {}, json.dumps({"token": "t0k3n", "expires_in": 300}).encode()
             if headers.get("authorization") != "Bearer t0k3n":
                 challenge = f'Bearer realm="http://{headers["host"]}/token",service="tests",scope="x"'
-                return 401, {"WWW-Authenticate": challenge}, b""
+                return 401, {"WWW-Authenticate": challenge, "Set-Cookie": "a=b; Path=/"}, b""
+            assert "cookie" not in headers
             return 307, {"Location": f"http://{elsewhere}/blob"}, b""
 
         async with faulty(handler) as host, client_of(access(host)) as client:
@@ -235,6 +268,36 @@ async def test_bearer_tokens_and_redirects(tmp_path: Path) -> None:
                 (tmp_path / "p").unlink()
     assert [each for each in asked if "token" in each] == ["/token?service=tests&scope=repository%3Aa%2Fb%3Apull"]
     assert len(foreign) == 2 and not any("authorization" in each for each in foreign)
+
+
+async def test_a_registry_that_sends_a_byte_now_and_then() -> None:
+    ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        with suppress(ConnectionError):
+            while not reader.at_eof():
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+        writer.close()
+        ended.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, client_of(access(host, timeout_s=0.05)) as client:
+        with pytest.raises(RegistryFailed, match="too slow"):
+            await client.manifest(ImageReference.parse(f"{host}/a:1"))
+        await ended.wait()
+
+
+@pytest.mark.parametrize("address", ["http://[", "file:///etc/passwd"])
+async def test_redirects_to_nowhere(address: str) -> None:
+    redirect = (307, {"Location": address}, b"")
+    async with faulty(lambda _path, _headers: redirect) as host, client_of(access(host)) as client:
+        with pytest.raises(RegistryFailed, match=r"not valid|without TLS"):
+            await client.manifest(ImageReference.parse(f"{host}/a:1"))
 
 
 async def test_a_registry_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

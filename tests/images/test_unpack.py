@@ -10,7 +10,7 @@ import random
 import stat
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +234,9 @@ HOSTILE = {
     "too many": ([tar_entry(f"f{number}") for number in range(5000)], "more than 1000 entries"),
     "too long": ([tar_entry("x" * 300, b"")], "cannot be created"),
     "too deep": ([tar_entry("d/" * 2100 + "f", b"")], "can exist"),
+    "folders of one entry": ([tar_entry(f"{number}/d/f", b"") for number in range(600)], "more than 1000 directories"),
+    "long paths of folders": ([tar_entry("d/" * 1500 + "f", b"")], "are too long"),
+    "long targets": ([tar_entry(f"l{number}", kind=SYMLINK, linkname="t" * 4000) for number in range(70)], "are too long"),
     "file as root": ([tar_entry(".", b"x")], "is the root"),
 }  # fmt: skip
 
@@ -293,11 +296,29 @@ def test_gnu_names_repeated_entries_and_devices_of_dev(tmp_path: Path) -> None:
     assert not (tree / "dev").exists()
 
 
-def test_hard_link_to_nothing_is_refused(tmp_path: Path) -> None:
-    unpack_bytes(tmp_path, tar_of([tar_entry("a", kind=HARD, linkname="gone")]))
+@pytest.mark.parametrize("target", ["gone", "a"])
+def test_hard_link_to_nothing_is_refused(tmp_path: Path, target: str) -> None:
+    entries = [tar_entry("a", kind=HARD, linkname="b"), tar_entry("b", kind=HARD, linkname=target)]
+    unpack_bytes(tmp_path, tar_of(entries))
     (tmp_path / "root").mkdir()
-    with pytest.raises(ImageRefused, match="hard link to 'gone'"):
+    with pytest.raises(ImageRefused, match=r"hard link to '(gone|b)'"):
         assemble(str(tmp_path / "root"), [str(tmp_path / "layer")])
+
+
+def test_a_deep_layer(tmp_path: Path) -> None:
+    deep = "d/" * 1100  # deeper than Python recurses
+    unpack_bytes(
+        tmp_path,
+        tar_of([tar_entry(f"{deep}f", b"x"), tar_entry(f"{deep}g", b"y")]),
+        "",
+        replace(LIMITS, max_entries=10_000),
+    )
+    root = tmp_path / "root"
+    root.mkdir()
+    assemble(str(root), [str(tmp_path / "layer")])
+    assert sorted(os.listdir(root / deep)) == ["f", "g"]
+    remove_tree(str(root))
+    remove_tree(str(tmp_path / "layer"))
 
 
 def test_as_an_ordinary_user(tmp_path: Path) -> None:

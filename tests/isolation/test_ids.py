@@ -145,7 +145,8 @@ def test_image_map_has_the_agent_as_the_user_of_the_image_and_each_other_user_on
     first = ids.owner(3)
     found = _mapped(ids.image_map(wanted, first))
     assert found[wanted] == ids.agent(3, idmap=True)
-    assert len(set(found.values())) == len(found) >= RANGE - 1
-    assert set(found.values()) <= set(range(first, first + RANGE))
-    assert all(found[each] == first + each for each in range(RANGE) if each not in {wanted, SANDBOX_UID})
+    assert len(set(found.values())) == len(found) >= RANGE - 2
+    assert set(found.values()) <= set(range(first + 1, first + RANGE)), "nobody is root of the sandbox"
+    assert all(found[each] == first + each for each in range(1, RANGE - 1) if each not in {wanted, SANDBOX_UID})
     assert {each: place - first for each, place in found.items()} == _mapped(ids.image_map(wanted))
+    assert all(ids.in_image(found[each], wanted) == each for each in (0, 1, wanted, RANGE - 2))

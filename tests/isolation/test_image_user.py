@@ -12,7 +12,7 @@ from carrel.isolation.image_user import MOST, ImageUser, find
 def root(tmp_path: Path) -> str:
     (tmp_path / "etc").mkdir()
     (tmp_path / "real").write_text(
-        "root:x:0:0:r:/root:/bin/sh\napp:x:100:101:::\napp:x:7:7:::\n:x:1:1::\nbad:x:-1:0:::\n"
+        "root:x:0:0:r:/root:/bin/sh\napp:x:100:101::/srv:\napp:x:7:7:::\n:x:1:1::\nbad:x:-1:0:::\n"
     )
     (tmp_path / "etc/passwd").symlink_to("/real")  # beneath the image, not on this host
     (tmp_path / "etc/group").write_text("staff:x:50:a,b\nhuge:x:99999999999:\n")
@@ -22,16 +22,16 @@ def root(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("user", "found"),
     [
-        ("", ImageUser(0, 0, "root")),
-        ("0", ImageUser(0, 0, "root")),
-        ("root", ImageUser(0, 0, "root")),
-        ("app", ImageUser(100, 101, "app")),
-        ("app:staff", ImageUser(100, 50, "app")),
-        ("100", ImageUser(100, 101, "app")),
-        ("100:5", ImageUser(100, 5, "app")),
-        ("4000", ImageUser(4000, 0, "")),
-        (f"{MOST}:{MOST}", ImageUser(MOST, MOST, "")),
-        (":staff", ImageUser(0, 50, "root")),
+        ("", ImageUser(0, 0, "root", "/root")),
+        ("0", ImageUser(0, 0, "root", "/root")),
+        ("root", ImageUser(0, 0, "root", "/root")),
+        ("app", ImageUser(100, 101, "app", "/srv")),
+        ("app:staff", ImageUser(100, 50, "app", "/srv")),
+        ("100", ImageUser(100, 101, "app", "/srv")),
+        ("100:5", ImageUser(100, 5, "app", "/srv")),
+        ("4000", ImageUser(4000, 0, "", "/")),
+        (f"{MOST}:{MOST}", ImageUser(MOST, MOST, "", "/")),
+        (":staff", ImageUser(0, 50, "root", "/root")),
     ],
 )
 def test_found_as_container_engines_do(root: str, user: str, found: ImageUser) -> None:

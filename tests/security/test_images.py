@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 from tests.support import images
+from tests.support.attacks import answer, words
 from tests.support.servers import ROOT
 
+from carrel.isolation import ids, linux
 from carrel.primitives.trees import remove_tree
 
 RUN = """
@@ -37,8 +40,10 @@ async def main():
     for name, image in wanted.items():
         root = place + "/images/" + image["root"]
         found, told = os.stat(root), []
-        root_image = RootImage(root, (found.st_dev, found.st_ino), user=image.get("user", ""))
-        launch = Launch(name, place + "/ws/w", Network.NONE, image=root_image, trust=True)
+        root_image = RootImage(
+            root, (found.st_dev, found.st_ino), user=image.get("user", ""), writable=image.get("writable", False)
+        )
+        launch = Launch(name, place + "/ws/w", Network.NONE, image=root_image, trust=True, processes=60)
         try:
             handle = await provider.start(launch)
             try:
@@ -142,3 +147,152 @@ def test_every_kind_of_image(spawn: Any, place: Path) -> None:
     debian = next(answers)[0]
     assert debian["stdout"].split() == ["0", "0", "1000", "1", "2"]
     assert "Read-only" in debian["stderr"]
+
+
+def as_root_of_a_build() -> object:
+    """A hostile RUN line, as root with the capabilities that package managers use. Returns what it got by them."""
+    import ctypes
+    import os
+    import socket
+    import stat
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    got = []
+
+    def attempt(name, action):
+        try:
+            result = action()
+        except OSError:
+            return
+        if result not in {None, False, -1}:
+            got.append(name)
+
+    def write(path, text):
+        file = os.open(path, os.O_WRONLY)
+        try:
+            return os.write(file, text)
+        finally:
+            os.close(file)
+
+    def enter(path):
+        file = os.open(path, os.O_RDONLY)
+        try:
+            return libc.setns(file, 0) == 0
+        finally:
+            os.close(file)
+
+    def as_user(uid, action):
+        """In a child that has become another user of the image; a CAP_SETUID reaches all of them."""
+        child = os.fork()
+        if child == 0:
+            code = 0
+            try:
+                os.setresuid(uid, uid, uid)
+                code = 1 if action() not in {None, False, -1} else 0
+            except OSError:
+                pass
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+    def processes():
+        """Start as many processes as every user may; all users together have one limit."""
+        count, gate = 0, os.pipe()
+        for uid in (0, 33, 1000, 2000):
+            child = os.fork()
+            if child == 0:
+                try:
+                    os.setresuid(uid, uid, uid)
+                    started = 0
+                    while started < 200:
+                        if os.fork() == 0:
+                            os.close(gate[1])
+                            os.read(gate[0], 1)
+                            os._exit(0)
+                        started += 1
+                except OSError:
+                    pass
+                os._exit(started)
+            count += os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.close(gate[1])
+        return count > 70 and count
+
+    attempt("mount", lambda: libc.mount(b"none", b"/tmp", b"tmpfs", 0, None) == 0)
+    attempt("unmount", lambda: libc.umount2(b"/proc", 2) == 0)
+    attempt("device", lambda: os.mknod("/tmp/null", stat.S_IFCHR | 0o666, os.makedev(1, 3)) or True)
+    attempt("raw socket", lambda: socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP))
+    attempt("packets", lambda: socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0))
+    for name, flag in {"user": 0x10000000, "mount": 0x20000, "network": 0x40000000}.items():
+        attempt(f"new {name} namespace", lambda flag=flag: libc.unshare(flag) == 0)
+    for name in ("user", "mnt", "net"):
+        attempt(f"namespace {name} of PID 1", lambda name=name: enter(f"/proc/1/ns/{name}"))
+    settings = (
+        "net/ipv4/ip_forward",
+        "net/ipv4/tcp_rmem",
+        "kernel/hostname",
+        "kernel/core_pattern",
+        "fs/mqueue/msg_max",
+    )
+    for setting in settings:
+        for uid in (0, 1, 1000, 65534):
+            attempt(
+                f"{setting} as {uid}",
+                lambda uid=uid, setting=setting: as_user(uid, lambda: write(f"/proc/sys/{setting}", b"1")),
+            )
+    attempt("ids beyond the image", lambda: as_user(65535, lambda: True) or as_user(2**31 - 5, lambda: True))
+    attempt("trace PID 1", lambda: libc.ptrace(16, 1, 0, 0) == 0)
+    attempt("memory of PID 1", lambda: os.open("/proc/1/mem", os.O_RDWR))
+    attempt("files of PID 1", lambda: len(os.listdir("/proc/1/fd")))
+    attempt("ids of PID 1", lambda: write("/proc/1/uid_map", b"0 0 4294967295"))
+    attempt("limits of PID 1", lambda: __import__("resource").prlimit(1, 7, (1, 1)))
+    attempt("file capability", lambda: os.setxattr("/etc/passwd", "security.capability", bytes(20)) or True)
+    attempt("environments", lambda: os.open("/envs/x", os.O_WRONLY | os.O_CREAT))
+    attempt("carrel's files", lambda: os.open("/etc/carrel/warm.py", os.O_WRONLY))
+    attempt("processes", processes)
+    # The root of the sandbox is all that a chroot, and an escape from it, can lead to.
+    before = os.stat("/").st_ino
+    os.makedirs("/tmp/jail", exist_ok=True)
+    try:
+        os.chroot("/tmp/jail")
+        for _ in range(50):
+            os.chdir("..")
+        os.chroot(".")
+    except PermissionError:
+        pass
+    attempt("another root", lambda: os.stat("/").st_ino != before)
+    with open("/proc/self/status") as file:
+        told = dict(line.split(":\t", 1) for line in file.read().splitlines() if ":\t" in line)
+    powers = [int(told[name], 16) for name in ("CapEff", "CapPrm", "CapBnd", "CapInh", "CapAmb", "NoNewPrivs")]
+    os.close(os.open("/tmp/set", os.O_CREAT | os.O_WRONLY, 0o755))
+    os.chmod("/tmp/set", 0o6755)
+    return [got, powers]
+
+
+def test_root_of_a_build_reaches_nothing_else(spawn: Any, place: Path, debian_root: Path, request: Any) -> None:
+    subprocess.run(["cp", "-al", str(debian_root), str(place / "images/debian")], check=True)
+    worker = "id -u; grep CapEff /proc/self/status; stat -c %u:%g /etc/passwd /var; touch /etc/x; rm -f /etc/hosts"
+    answers = run(
+        spawn,
+        place,
+        root={"root": "debian", "writable": True, "commands": [words(as_root_of_a_build)]},
+    )
+    got, powers = (answer(next(answers)[0]["stdout"]) or {})["evidence"]
+    as_root = spawn_is_root(request)
+    allowed = sum(1 << each for each in linux.FOR_INSTALLING) if as_root else 0
+    assert (got, powers) == ([], [allowed, allowed, allowed, 0, 0, 1])
+    found = (place / "ws/w/upper/tmp/set").stat()
+    assert not (place / "ws/w/upper/tmp/null").exists() and stat.S_IMODE(found.st_mode) == 0o6755
+    if as_root:  # whoever could reach it would become a user that the host does not have
+        assert found.st_uid >= ids.FIRST and found.st_gid >= ids.FIRST
+    remove_tree(str(place / "ws/w"))
+    (place / "ws/w").mkdir()
+    answers = run(spawn, place, worker={"root": "debian", "writable": True, "user": "agent", "commands": [worker]})
+    other = next(answers)[0]
+    uid, none, *owners = other["stdout"].replace("CapEff:\t", "").split()
+    assert (uid, int(none, 16)) == ("1234", 0) and "Permission denied" in other["stderr"] if as_root else uid == "1234"
+    assert owners == ["0:0", "0:0"] if as_root else len(owners) == 2
+
+
+def spawn_is_root(request: Any) -> bool:
+    """Whether the code of this test's `spawn` runs as root."""
+    return "user" not in request.node.callspec.params.values()

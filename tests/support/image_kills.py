@@ -22,7 +22,7 @@ from tests.support.registry import RegistryServer, store_blobs, tar_entry, tar_o
 from tests.support.stored_images import docker_archive, layer
 
 from carrel.client import AsyncClient
-from carrel.errors import CarrelError
+from carrel.errors import CarrelError, NotFound
 from carrel.images.layer_reading import LayerLimits
 from carrel.images.pulling import push_image
 from carrel.images.reference import ImageReference
@@ -111,6 +111,12 @@ class Work:
         parts = {**self._parts(), "removed": self._remove}
         order = random.sample(sorted(parts), len(parts))
         await asyncio.gather(*(_try(parts[name]) for name in order))
+
+    async def clear(self) -> None:
+        """Remove everything that no sandbox uses."""
+        for name in (*self._published.names.values(), "built:1"):
+            with suppress(NotFound):
+                await self._images.delete(name)
 
     async def repeat(self) -> None:
         """Do everything again; nothing may fail."""

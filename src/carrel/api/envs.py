@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable
+from typing import Annotated
 
 from starlette.responses import Response
 
+from carrel.api import following
 from carrel.api.guard import GuardedRouter
 from carrel.api.parameters import Path, Query
-from carrel.api.parts import NDJSON, ClosingStream, Plane, SandboxId, Who, as_json
-from carrel.api.problems import UNEXPECTED
-from carrel.errors import CarrelError
+from carrel.api.parts import Plane, SandboxId, Who, as_json
 from carrel.models import (
     EnvironmentAttach,
     EnvironmentBuild,
@@ -29,11 +25,7 @@ router = GuardedRouter(tags=["environments"])
 
 Name = Annotated[EnvironmentName, Path(alias="env", description="the name of an environment, or a label")]
 Follow = Annotated[bool, Query(description="stream the progress, a JSON object per line; the last has the environment")]
-_ANSWER: dict[str, Any] = {
-    "model": EnvironmentInfo,
-    "content": {NDJSON: {"schema": EnvironmentEvent.model_json_schema(ref_template="#/components/schemas/{model}")}},
-}
-_ANSWER["content"][NDJSON]["schema"].pop("$defs", None)
+_ANSWER = following.followed_answer(EnvironmentInfo, EnvironmentEvent)
 
 
 @router.operation(op.LIST_ENVS, "The environments of the server", EnvironmentList)
@@ -90,32 +82,4 @@ async def detach_env(id: SandboxId, env: Name, plane: Plane, caller: Who) -> Res
 async def _answered(
     work: Callable[[Callable[[str], None] | None], Awaitable[EnvironmentInfo]], *, follow: bool
 ) -> Response:
-    if not follow:
-        return as_json(await work(None))
-    return ClosingStream(_lines(work), media_type=NDJSON, headers={"cache-control": "no-store"})
-
-
-async def _lines(work: Callable[[Callable[[str], None] | None], Awaitable[EnvironmentInfo]]) -> AsyncIterator[bytes]:
-    """Yield the progress as it comes. A caller that disconnects does not stop the build."""
-    said: asyncio.Queue[EnvironmentEvent | None] = asyncio.Queue()
-
-    async def run() -> None:
-        try:
-            info = await work(lambda line: said.put_nowait(EnvironmentEvent(progress=line)))
-            said.put_nowait(EnvironmentEvent(environment=info))
-        except CarrelError as error:
-            said.put_nowait(EnvironmentEvent(problem=error.problem()))
-        except Exception:
-            said.put_nowait(EnvironmentEvent(problem=UNEXPECTED.problem()))
-            raise
-        finally:
-            said.put_nowait(None)
-
-    task = asyncio.get_running_loop().create_task(run())
-    try:
-        while (event := await said.get()) is not None:
-            yield json.dumps(event.model_dump(mode="json", exclude_none=True)).encode() + b"\n"
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError, CarrelError):
-            await task
+    return following.follow(work, EnvironmentEvent) if follow else as_json(await work(None))

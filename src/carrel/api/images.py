@@ -1,45 +1,38 @@
-"""Images: pull, import, list, get, remove."""
+"""Images: pull, import, build, push, export, list, get, remove."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
-from typing import Annotated, Any
+from contextlib import AsyncExitStack
+from typing import Annotated
 
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from carrel.api import following
 from carrel.api.guard import GuardedRouter
 from carrel.api.parameters import Path, Query
-from carrel.api.parts import NDJSON, ClosingStream, Plane, Who, as_json, streamed_body
-from carrel.api.problems import UNEXPECTED
-from carrel.errors import CarrelError, InvalidRequest
+from carrel.api.parts import ClosingStream, Plane, Who, as_json, streamed_body
+from carrel.errors import InvalidRequest
 from carrel.models import operations as op
 from carrel.models.images import (
     ImageBuild,
     ImageDetails,
     ImageEvent,
+    ImageExport,
     ImageInfo,
     ImageList,
     ImageName,
-    ImageProgress,
     ImagePull,
+    ImagePush,
 )
 
 router = GuardedRouter(tags=["images"])
 
 Name = Annotated[ImageName, Path(alias="image", description="a reference, or a digest or its first 8 digits or more")]
 Follow = Annotated[bool, Query(description="stream the progress, a JSON object per line; the last has the image")]
-_ANSWER: dict[str, Any] = {
-    "model": ImageInfo,
-    "content": {NDJSON: {"schema": ImageEvent.model_json_schema(ref_template="#/components/schemas/{model}")}},
-}
-_ANSWER["content"][NDJSON]["schema"].pop("$defs", None)
+_ANSWER = following.followed_answer(ImageInfo, ImageEvent)
 _TAR = {"application/x-tar": {"schema": {"type": "string", "format": "binary"}}}
-_MOST_LINES = 1000
-"""Lines of progress that wait for a slow reader; later ones are dropped: a newer one tells the same."""
 
 
 @router.operation(op.LIST_IMAGES, "The images of the server", ImageList)
@@ -53,8 +46,22 @@ async def pull_image(body: ImagePull, plane: Plane, caller: Who, follow: Follow 
     """From its registry, also if an older one of that name is here. Layers that are here are not pulled again."""
     if not follow:
         return as_json(await plane.images.pull(caller, body))
-    lines = _lines(lambda say: plane.images.pull(caller, body, say))
-    return ClosingStream(lines, media_type=NDJSON, headers={"cache-control": "no-store"})
+    return following.follow(lambda say: plane.images.pull(caller, body, say), ImageEvent)
+
+
+@router.operation(op.PUSH_IMAGE, "Push an image", _ANSWER, 404, 409, 422, 429, 502)
+async def push_image(body: ImagePush, plane: Plane, caller: Who, follow: Follow = False) -> Response:
+    """To a registry. Layers that it has already are not sent. Its credentials are those of the server."""
+    if not follow:
+        return as_json(await plane.images.push(caller, body))
+    return following.follow(lambda say: plane.images.push(caller, body, say), ImageEvent)
+
+
+@router.operation(op.EXPORT_IMAGE, "Export an image", {"content": _TAR}, 404)
+async def export_image(body: ImageExport, plane: Plane, caller: Who) -> Response:
+    """An OCI layout in a tar file, which `docker load`, `skopeo` and an import here read."""
+    size, pieces = await plane.images.export(caller, body)
+    return ClosingStream(pieces, media_type="application/x-tar", headers={"content-length": str(size)})
 
 
 @router.operation(
@@ -104,12 +111,7 @@ async def build_image(
     stack = AsyncExitStack()  # the whole body is taken before the answer begins, which would read from it too
     path, _ = await stack.enter_async_context(plane.images.spooled(streamed_body(request)))
 
-    async def lines() -> AsyncIterator[bytes]:
-        async with stack:
-            async for line in _lines(lambda say: plane.image_builds.build(caller, wanted, path, say)):
-                yield line
-
-    return ClosingStream(lines(), media_type=NDJSON, headers={"cache-control": "no-store"})
+    return following.follow(lambda say: plane.image_builds.build(caller, wanted, path, say), ImageEvent, stack)
 
 
 @router.operation(op.GET_IMAGE, "One image", ImageDetails, 404)
@@ -123,32 +125,3 @@ async def delete_image(image: Name, plane: Plane, caller: Who) -> Response:
     """An image with several names loses only this one. Fails with 409 while a session uses it."""
     await plane.images.remove(caller, image)
     return Response(status_code=204)
-
-
-async def _lines(work: Callable[[Callable[[ImageProgress | str], None]], Awaitable[ImageInfo]]) -> AsyncIterator[bytes]:
-    """Yield progress and log as they come. A caller that disconnects does not wait for the end any more."""
-    said: asyncio.Queue[ImageEvent | None] = asyncio.Queue()
-
-    def say(each: ImageProgress | str) -> None:
-        if said.qsize() < _MOST_LINES:
-            said.put_nowait(ImageEvent(line=each) if isinstance(each, str) else ImageEvent(progress=each))
-
-    async def run() -> None:
-        try:
-            said.put_nowait(ImageEvent(image=await work(say)))
-        except CarrelError as error:
-            said.put_nowait(ImageEvent(problem=error.problem()))
-        except Exception:
-            said.put_nowait(ImageEvent(problem=UNEXPECTED.problem()))
-            raise
-        finally:
-            said.put_nowait(None)
-
-    task = asyncio.get_running_loop().create_task(run())
-    try:
-        while (event := await said.get()) is not None:
-            yield event.model_dump_json(exclude_none=True).encode() + b"\n"
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError, CarrelError):
-            await task

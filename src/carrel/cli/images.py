@@ -1,8 +1,9 @@
-"""`image`: pull, import, list, inspect and remove the images that sandboxes run from."""
+"""`image`: pull, import, build, push, export, list, inspect and remove the images that sandboxes run from."""
 
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +12,7 @@ from carrel.cli import options
 from carrel.cli.connecting import connected
 from carrel.cli.failures import note
 from carrel.cli.printing import age, print_done, print_items, print_json, print_table, size
-from carrel.cli.progress import copying, pulling, waiting
+from carrel.cli.progress import copying, pulling, pushing, waiting
 
 if TYPE_CHECKING:
     from carrel.models.images import ImageInfo
@@ -100,6 +101,60 @@ def build(
             directory, name=name, dockerfile=path, target=target, build_args=given, no_cache=no_cache, log=note
         )
     _print_digest([info], json)
+
+
+@app.command("push")
+def push(
+    image: Name,
+    to: Annotated[
+        str | None,
+        typer.Argument(metavar="TO", help="Where: registry.example.com/team/service:1. Default: its own reference."),
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """Push an image to a registry. Prints its digest. For administrators.
+
+    Layers that the registry has already are not sent. Credentials come from the Docker configuration of the server.
+
+    \b
+    carrel image push service:1 registry.example.com/team/service:1
+    """
+    with connected() as client, pushing() as progress:
+        info = client.images.push(image, to, progress=progress)
+    if not json:
+        note(f"pushed {image} to {to or 'its registry'}")
+    _print_digest([info], json)
+
+
+@app.command("export")
+def export(
+    image: Name,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A new tar file; - is standard output.")],
+    json: options.Json = False,
+) -> None:
+    """Write an image as an OCI layout in a tar file, for `docker load`, `skopeo` or `carrel image import`.
+
+    For administrators.
+
+    \b
+    carrel image export service:1 service.tar
+    carrel image export service:1 - | docker load
+    """
+    if file == "-" and json:
+        raise typer.BadParameter("standard output is used for the image", param_hint="--json")
+    if file == "-" and sys.stdout.isatty():
+        raise typer.BadParameter("an image cannot be shown on a terminal", param_hint="FILE")
+    with connected() as client:
+        if file == "-":
+            client.images.export(image, sys.stdout.buffer)
+            sys.stdout.buffer.flush()
+            return
+        with copying(os.path.basename(file), client.images.get(image).size) as progress:
+            client.images.export(image, file, progress=progress)
+    if json:
+        print_done(image=image, file=file)
+    else:
+        note(f"{image} is in {file}")
 
 
 @app.command("ls")

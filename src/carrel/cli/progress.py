@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,10 +39,23 @@ def copying(title: str, total: int | None = None) -> Iterator[Callable[[int], ob
         yield lambda count: bar.advance(task, count)
 
 
+OnProgress = Callable[["ImageProgress"], object]
+
+
+def pulling() -> AbstractContextManager[OnProgress | None]:
+    """Show one bar for all layers of an image that is pulled."""
+    return _layers({"download": "pulling", "unpack": "unpacking", "done": "unpacking"})
+
+
+def pushing() -> AbstractContextManager[OnProgress | None]:
+    """Show one bar for all layers of an image that is pushed."""
+    return _layers({"upload": "pushing", "done": "pushing"})
+
+
 @contextmanager
-def pulling() -> Iterator[Callable[[ImageProgress], object] | None]:
-    """Show one bar for all layers of an image that is pulled. Yields a function to call with the progress of each
-    layer, or None without a bar. Nothing is shown before the first call.
+def _layers(words: Mapping[str, str]) -> Iterator[OnProgress | None]:
+    """Yield a function to call with the progress of each layer, or None without a bar. Nothing is shown before its
+    first call. `words` tells the steps of a layer; the bytes of the first one are counted.
     """
     if not sys.stderr.isatty():
         yield None
@@ -59,15 +72,16 @@ def pulling() -> Iterator[Callable[[ImageProgress], object] | None]:
     )
     layers: dict[str, ImageProgress] = {}
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    shown = bar.add_task("pulling the image", total=None)
+    shown = bar.add_task(next(iter(words.values())), total=None)
+    counted = next(iter(words))
 
     def show(progress: ImageProgress) -> None:
         bar.start()
         layers[progress.layer] = progress
-        loading = [each for each in layers.values() if each.step == "download"]
-        done = sum(each.done if each.step == "download" else each.total for each in layers.values())
-        words = f"pulling {len(layers)} layers" if loading else f"unpacking {len(layers)} layers"
-        bar.update(shown, description=words, completed=done, total=sum(each.total for each in layers.values()))
+        done = sum(each.done if each.step == counted else each.total for each in layers.values())
+        step = next((each.step for each in layers.values() if each.step == counted), progress.step)
+        text = f"{words.get(step, step)} {len(layers)} layers"
+        bar.update(shown, description=text, completed=done, total=sum(each.total for each in layers.values()))
 
     try:
         yield show

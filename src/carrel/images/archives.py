@@ -1,4 +1,4 @@
-"""Import of `docker save` archives and OCI layouts, and export as an OCI layout.
+"""Import of `docker save` archives and OCI layouts, and export as both in one.
 
 An archive is hostile. Its content is read by exact names, each bounded, and never unpacked as a whole. Blobs get the
 digest that their bytes have; what an archive claims about them is compared, never believed.
@@ -13,10 +13,10 @@ import os
 import re
 import tarfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, Any, Protocol
 
-from carrel.errors import AlreadyExists, CarrelError, ImageRefused, InvalidRequest, LimitExceeded, PlatformError
+from carrel.errors import CarrelError, ImageRefused, InvalidRequest, LimitExceeded
 from carrel.images.documents import (
     LARGEST_DOCUMENT,
     OCI_CONFIG,
@@ -36,7 +36,7 @@ from carrel.images.documents import (
 from carrel.images.layer_reading import FILE, HARD_LINK, SYMLINK, Entry, LayerLimits, LayerReader
 from carrel.images.reference import ImageReference
 from carrel.images.storage import ImageStorage, LayerProgress, Progress, StoredImage
-from carrel.primitives.atomic import draft, write_all
+from carrel.primitives.atomic import write_all
 from carrel.threads import run_to_end
 
 _PIECE = 1 << 20
@@ -335,56 +335,54 @@ def _references(texts: Sequence[str]) -> list[ImageReference]:
     return found
 
 
-async def export_layout(storage: ImageStorage, images: Sequence[StoredImage], path: str) -> None:
-    """Write images as an OCI layout: a new directory, or a tar file if `path` ends with `.tar`."""
-    with storage.adding():
-        await run_to_end(lambda: _export(storage, images, path))
+class LayoutExport:
+    """An image as an OCI layout in a tar file, of `size` bytes. The image must be held until the last piece is read."""
 
-
-def _export(storage: ImageStorage, images: Sequence[StoredImage], path: str) -> None:
-    entries = []
-    blobs: dict[str, None] = {}
-    for image in images:
-        size = os.stat(storage.blob_path(image.digest)).st_size
-        entry: dict[str, object] = {"mediaType": image.manifest.media_type or OCI_MANIFEST, "digest": image.digest}
-        for name in image.names or ("",):
-            notes = {_CONTAINERD_NAME: name, _NAMED: name} if name else {}
-            entries.append({**entry, "size": size, "annotations": notes})
-        blobs.update(
-            dict.fromkeys((image.digest, *(b.digest for b in (image.manifest.config, *image.manifest.layers))))
+    def __init__(self, storage: ImageStorage, image: StoredImage, name: ImageReference | None):
+        blobs = dict.fromkeys((image.digest, *(b.digest for b in (image.manifest.config, *image.manifest.layers))))
+        self._members = [(_tar_header(each, data), data) for each, data in _documents(storage, image, name).items()]
+        self._blobs = [
+            (_tar_header(_blob_name(digest), os.stat(path).st_size), path)
+            for digest, path in ((each, storage.blob_path(each)) for each in blobs)
+        ]
+        self.size = sum(map(len, self.pieces(content=False))) + sum(
+            _padded(os.stat(path).st_size) for _header, path in self._blobs
         )
-    index = encode({"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": entries})
-    try:
-        if path.endswith(".tar"):
-            with draft(path, mode=0o644, replace=False) as descriptor, open(descriptor, "wb", closefd=False) as file:
-                _write_tar(file, storage, list(blobs), index)
-        else:
-            os.makedirs(os.path.join(path, "blobs", "sha256"))
-            for digest in blobs:
-                _copy_file(storage.blob_path(digest), os.path.join(path, _blob_name(digest)))
-            for name, data in (("index.json", index), ("oci-layout", _LAYOUT)):
-                with open(os.path.join(path, name), "xb") as written:
-                    written.write(data)
-    except FileExistsError:
-        raise AlreadyExists(f"{path} exists already", field="path", hint="choose a new path") from None
-    except OSError as error:
-        raise PlatformError(f"cannot write {path}: {error.strerror}", field="path") from None
+
+    def pieces(self, *, content: bool = True) -> Iterator[bytes]:
+        """Yield the bytes of the file; those of the blobs only with `content`. Blocking."""
+        for header, data in self._members:
+            yield header + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+        for header, path in self._blobs:
+            yield header
+            if content:
+                with open(path, "rb") as file:
+                    while piece := file.read(_PIECE):
+                        yield piece
+                    yield bytes(-file.tell() % tarfile.BLOCKSIZE)
+        yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def _write_tar(file: IO[bytes], storage: ImageStorage, blobs: Sequence[str], index: bytes) -> None:
-    with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
-        for name, data in (("oci-layout", _LAYOUT), ("index.json", index)):
-            info = tarfile.TarInfo(name)
-            info.size, info.mode = len(data), 0o644
-            tar.addfile(info, io.BytesIO(data))
-        for digest in blobs:
-            with open(storage.blob_path(digest), "rb") as blob:
-                info = tarfile.TarInfo(_blob_name(digest))
-                info.size, info.mode = os.fstat(blob.fileno()).st_size, 0o644
-                tar.addfile(info, blob)
+def _documents(storage: ImageStorage, image: StoredImage, name: ImageReference | None) -> dict[str, bytes]:
+    """Return the documents of a layout, and that of `docker save`, which older versions of Docker need."""
+    size = os.stat(storage.blob_path(image.digest)).st_size
+    entry: dict[str, object] = {"mediaType": image.manifest.media_type or OCI_MANIFEST, "digest": image.digest}
+    notes = {} if name is None else {_CONTAINERD_NAME: str(name), _NAMED: name.tag or ""}
+    index = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": [{**entry, "size": size, "annotations": notes}]}
+    saved = {
+        "Config": _blob_name(image.manifest.config.digest),
+        "RepoTags": [] if name is None else [name.familiar],
+        "Layers": [_blob_name(each.digest) for each in image.manifest.layers],
+    }
+    return {"oci-layout": _LAYOUT, "index.json": encode(index), "manifest.json": b"[" + encode(saved) + b"]"}
 
 
-def _copy_file(source: str, target: str) -> None:
-    with open(source, "rb") as origin, open(target, "xb", buffering=0) as copy:
-        while piece := origin.read(_PIECE):
-            write_all(copy.fileno(), piece)
+def _tar_header(name: str, content: bytes | int) -> bytes:
+    """Return the header of a file in a tar archive, for its content or size."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mode = content if isinstance(content, int) else len(content), 0o644
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def _padded(size: int) -> int:
+    return size + -size % tarfile.BLOCKSIZE

@@ -17,6 +17,7 @@ import tarfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import IO
 
 from carrel.errors import LimitExceeded, NotFound
 from carrel.images.build_steps import CopyStep
@@ -90,6 +91,12 @@ class _LayerTar:
     def empty(self, path: str) -> None:
         self._add(self._header(path, tarfile.REGTYPE, 0o644, (0, 0)))
 
+    def text(self, path: str, content: bytes, mode: int, owner: Owner) -> None:
+        """Add a file that is not on the disk."""
+        header = self._header(path, tarfile.REGTYPE, mode, owner)
+        header.size = len(content)
+        self._add(header, io.BytesIO(content))
+
     def entry(self, path: str, name: str, parent: int, info: os.stat_result, mode: int, owner: Owner) -> None:
         """Add what has this name in an open directory. Sockets, pipes and devices are left out."""
         kind = stat.S_IFMT(info.st_mode)
@@ -126,7 +133,7 @@ class _LayerTar:
         header.uid, header.gid = owner
         return header
 
-    def _add(self, header: tarfile.TarInfo, file: io.BufferedReader | None = None) -> None:
+    def _add(self, header: tarfile.TarInfo, file: IO[bytes] | None = None) -> None:
         self._tar.addfile(header, file)
         self.entries += 1
 
@@ -153,17 +160,23 @@ def _layer(path: str, most: int) -> Iterator[tuple[_LayerTar, Callable[[], Writt
 # COPY
 
 
-def copy_layer(step: CopyStep, source: str, root: str, owner: Owner, path: str, most: int) -> WrittenLayer:
-    """Write the layer of a COPY or ADD to `path`. `source` has the files, `root` is the image so far."""
+def copy_layer(step: CopyStep, source: str, root: str, owner: Owner | None, path: str, most: int) -> WrittenLayer:
+    """Write the layer of a COPY or ADD to `path`. `source` has the files, `root` is the image so far. Without an owner,
+    each file keeps its own.
+    """
     source_fd, root_fd = _open_root(source), _open_root(root)
     try:
         with _layer(path, most) as (tar, written):
             found = [each for pattern in step.sources for each in _matching(source_fd, pattern, step.line)]
-            into = step.target.endswith("/") or len(found) > 1
+            into = step.target.endswith("/") or len(found) + len(step.texts) > 1
             target = resolve(root_fd, step.target)
             into = into or _is_directory(root_fd, target)
             for each in found:
                 _copy_one(tar, source_fd, each, root_fd, target, owner, step.mode, into=into)
+            for name, text in step.texts:
+                place = posixpath.join(target, name) if into else target
+                _make_parents(tar, root_fd, place, owner or (0, 0))
+                tar.text(place, text.encode(), 0o644 if step.mode is None else step.mode, owner or (0, 0))
             return written()
     finally:
         os.close(source_fd)
@@ -185,7 +198,7 @@ def directory_layer(directory: str, root: str, owner: Owner, path: str) -> Writt
 
 
 def _copy_one(
-    tar: _LayerTar, source: int, name: str, root: int, target: str, owner: Owner, mode: int | None, *, into: bool
+    tar: _LayerTar, source: int, name: str, root: int, target: str, owner: Owner | None, mode: int | None, *, into: bool
 ) -> None:
     place = libc.open_in_root(source, os.fsencode(name), os.O_PATH)
     try:
@@ -194,7 +207,7 @@ def _copy_one(
             # Opened again for reading, by its descriptor: the name may mean something else by now.
             directory = os.open(f"/proc/self/fd/{place}", walk.DIRECTORY & ~os.O_NOFOLLOW)
             try:
-                _make_parents(tar, root, f"{target}/x", owner)
+                _make_parents(tar, root, f"{target}/x", owner or (0, 0))
                 _copy_tree(tar, directory, target, owner, mode)
             finally:
                 os.close(directory)
@@ -205,24 +218,25 @@ def _copy_one(
         os.close(place)
     try:
         path = posixpath.join(target, posixpath.basename(name.rstrip("/"))) if into else target
-        _make_parents(tar, root, path, (0, 0) if mode is None else owner)
-        tar.entry(path, os.path.basename(resolved), parent, info, info.st_mode if mode is None else mode, owner)
+        _make_parents(tar, root, path, (0, 0) if mode is None or owner is None else owner)
+        wanted = info.st_mode if mode is None else mode
+        tar.entry(path, os.path.basename(resolved), parent, info, wanted, owner or (info.st_uid, info.st_gid))
     finally:
         os.close(parent)
 
 
-def _copy_tree(tar: _LayerTar, directory: int, target: str, owner: Owner, mode: int | None) -> None:
+def _copy_tree(tar: _LayerTar, directory: int, target: str, owner: Owner | None, mode: int | None) -> None:
     for visited in walk.visit(directory):
         if visited.path_bytes > walk.LONGEST_PATH:
             raise walk.too_deep([target])
         base = posixpath.join(target, visited.path) if visited.path else target
         for name, info in sorted(visited.entries, key=lambda entry: entry[0]):
             path = posixpath.join(base, name)
-            wanted = info.st_mode if mode is None else mode
+            wanted, whose = info.st_mode if mode is None else mode, owner or (info.st_uid, info.st_gid)
             if stat.S_ISDIR(info.st_mode):
-                tar.directory(path, wanted, owner)
+                tar.directory(path, wanted, whose)
             else:
-                tar.entry(path, name, visited.fd, info, wanted, owner)
+                tar.entry(path, name, visited.fd, info, wanted, whose)
 
 
 def _make_parents(tar: _LayerTar, root: int, path: str, owner: Owner) -> None:

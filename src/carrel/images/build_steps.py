@@ -12,13 +12,15 @@ from typing import TypeVar
 
 from carrel.errors import InvalidRequest
 from carrel.images.dockerfile import BuildStage, Dockerfile, Statement, refused
-from carrel.images.dockerfile_words import WordError, expand, pairs, split
+from carrel.images.dockerfile_words import WordError, expand, expand_text, pairs, split
 from carrel.images.documents import ImageConfig, ImagePlatform
+from carrel.images.here_documents import HereDocument, shell_text
 
 T = TypeVar("T")
 SHELL = ("/bin/sh", "-c")
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """The PATH of an image that sets none. Builds do not use the package launchers that carrel gives to agents."""
+HIDDEN = ("/dev", "/envs", "/etc/carrel", "/home/agent", "/proc", "/run/secrets", "/workspace")
 MOST_VARIABLES = 1000
 LARGEST_ENVIRONMENT = 1 << 20
 
@@ -50,6 +52,8 @@ class CopyStep:
     owner: str
     mode: int | None
     unpack: bool
+    texts: tuple[tuple[str, str], ...] = ()
+    """Names and contents of files that are in the Dockerfile itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,16 +163,20 @@ class StageEvaluation:
 
     def _copy(self, statement: Statement) -> CopyStep:
         words = statement.array if statement.array is not None else statement.rest.split()
-        *sources, target = [self._expand(statement, word) for word in words] or [""]
-        if not sources or not target or not all(sources):
+        texts = tuple((each.name, self._text(statement, each)) for each in statement.documents)
+        markers = {each.marker for each in statement.documents}
+        *sources, target = [self._expand(statement, word) for word in words if word not in markers] or [""]
+        if not (sources or texts) or not target or not all(sources):
             raise refused(statement.line, f"{statement.name} needs a source and a target", "write COPY FROM… TO")
         for source in sources if statement.name == "ADD" else []:
             if "://" in source or source.startswith("git@"):
                 raise refused(statement.line, "ADD from the network is not supported", "download it in a RUN line")
-        directory = target.endswith("/") or target in {".", ".."} or len(sources) > 1
-        if len(sources) > 1 and not target.endswith("/") and target not in {".", ".."}:
+        several = len(sources) + len(texts) > 1
+        directory = target.endswith("/") or target in {".", ".."} or several
+        if several and not target.endswith("/") and target not in {".", ".."}:
             raise refused(statement.line, "several sources need a directory as target", "end the target with /")
         path = self._absolute(target)
+        _check_shown(statement, path)
         mode = self._expand(statement, statement.flags.get("chmod", ""))
         if mode and not (len(mode) <= 4 and set(mode) <= set("01234567")):
             raise refused(statement.line, f"--chmod={mode} is not an octal mode", "write --chmod=755")
@@ -181,10 +189,17 @@ class StageEvaluation:
             self._expand(statement, statement.flags.get("chown", "")),
             int(mode, 8) if mode else None,
             statement.name == "ADD",
+            texts,
         )
+
+    def _text(self, statement: Statement, document: HereDocument) -> str:
+        if not document.expands:
+            return document.text
+        return _read(statement, lambda: expand_text(document.text, self._variables(), self._escape))
 
     def _workdir(self, statement: Statement) -> DirectoryStep:
         path = self._absolute(self._expand(statement, statement.rest))
+        _check_shown(statement, path)
         self.config = replace(self.config, working_directory=path)
         return DirectoryStep(statement.line, statement.text, path, self.config.user)
 
@@ -252,7 +267,8 @@ class StageEvaluation:
             if not statement.array and statement.name == "RUN":
                 raise refused(statement.line, "RUN has no command", 'write RUN ["program", "argument"]')
             return statement.array
-        return (*(self.config.shell or SHELL), statement.rest)
+        text = shell_text(statement.rest, statement.documents) if statement.documents else statement.rest
+        return (*(self.config.shell or SHELL), text)
 
     def _variables(self) -> dict[str, str]:
         return {**self._values, **self.config.environment}
@@ -277,6 +293,15 @@ class StageEvaluation:
                 raise refused(
                     statement.line, "the variables or labels are too large together", "use fewer or shorter ones"
                 )
+
+
+def _check_shown(statement: Statement, path: str) -> None:
+    """Refuse a place that every sandbox mounts something on: the files of the image there would be seen nowhere."""
+    for place in HIDDEN:
+        if f"{path}/".startswith(f"{place}/"):
+            raise refused(
+                statement.line, f"sandboxes have directories of their own at {place}", "choose another path, like /app"
+            )
 
 
 def _declared(statement: Statement, escape: str) -> list[tuple[str, str | None]]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from carrel.errors import InvalidRequest
+from carrel.images import here_documents
+from carrel.images.dockerfile_words import WordError
+from carrel.images.here_documents import HereDocument
 
 LARGEST = 1 << 20
 MOST_STATEMENTS = 5000
@@ -40,7 +43,6 @@ _PLAIN = frozenset(
 )
 _DIRECTIVE = re.compile(r"#\s*([A-Za-z]+)\s*=\s*(\S.*?)\s*")
 _SYNTAX = re.compile(r"docker/dockerfile(?::1(?:\.\d+)*(?:-labs)?)?")
-_HERE_DOCUMENT = re.compile(r"(?:^|[\s;&|(])\d*<<-?\s*['\"]?[A-Za-z_]")
 _FLAG = re.compile(r"--([a-z][a-z-]*)(?:=(\S*))?(?:\s+|$)")
 _STAGE_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 
@@ -52,13 +54,17 @@ def refused(line: int, words: str, hint: str) -> InvalidRequest:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One instruction. `array` has its words if they are written as a JSON array, else they are all in `rest`."""
+    """One instruction. `array` has its words if they are written as a JSON array, else they are all in `rest`.
+
+    `documents` are the here-documents that follow it.
+    """
 
     line: int
     name: str
     flags: Mapping[str, str]
     rest: str
     array: tuple[str, ...] | None = None
+    documents: tuple[HereDocument, ...] = ()
 
     @property
     def text(self) -> str:
@@ -152,23 +158,45 @@ def _directives(lines: Sequence[str]) -> tuple[str, int]:
 
 
 def _statements(lines: Sequence[str], first: int, escape: str) -> Iterator[Statement]:
-    """Join lines that continue, leave out comments, and read each instruction."""
-    count, parts, begun = 0, list[str](), 0
-    for number, line in enumerate(lines[first:], first + 1):
+    """Join lines that continue, leave out comments, and read each instruction with its here-documents."""
+    count, parts, begun, index = 0, list[str](), 0, first
+    while index < len(lines):
+        line = lines[index]
+        index += 1
         if not line.strip() or line.lstrip().startswith("#"):
             continue  # also in an instruction that continues
-        begun = begun or number
+        begun = begun or index
         bare = line.rstrip()
         continues = bare.endswith(escape) and not bare.endswith(escape * 2)
-        parts.append(bare[:-1] if continues else line.rstrip())
+        parts.append(bare[:-1] if continues else bare)
         if continues:
             continue
-        yield _read("".join(parts).strip(), begun)
+        statement = _read("".join(parts).strip(), begun)
+        statement, index = _with_documents(statement, lines, index, escape)
+        yield statement
         count, parts, begun = count + 1, [], 0
         if count > MOST_STATEMENTS:
-            raise refused(number, f"more than {MOST_STATEMENTS} instructions", "build several images")
+            raise refused(index, f"more than {MOST_STATEMENTS} instructions", "build several images")
     if parts and (rest := "".join(parts).strip()):
         yield _read(rest, begun)
+
+
+def _with_documents(statement: Statement, lines: Sequence[str], index: int, escape: str) -> tuple[Statement, int]:
+    """Return an instruction with the here-documents that begin at this line, and the index of the line after them."""
+    if statement.name not in {"RUN", "COPY", "ADD"} or statement.array is not None:
+        return statement, index
+    documents: list[HereDocument] = []
+    try:
+        for marker in here_documents.announced(statement.rest, escape):
+            document, index = here_documents.take(marker, lines, index)
+            documents.append(document)
+    except WordError as error:
+        raise refused(
+            statement.line, str(error), "write <<EOF with blanks around it, and a line EOF after the text"
+        ) from None
+    if documents and statement.name == "ADD":
+        raise refused(statement.line, "ADD of a here-document is not supported", "write COPY")
+    return replace(statement, documents=tuple(documents)), index
 
 
 def _read(text: str, line: int) -> Statement:
@@ -185,8 +213,6 @@ def _read(text: str, line: int) -> Statement:
         rest = rest[match.end() :]
     if not rest:
         raise refused(line, f"{name} needs an argument", f"write what {name} is for, or remove the line")
-    if name in {"RUN", "COPY", "ADD"} and _HERE_DOCUMENT.search(rest):
-        raise refused(line, "here-documents are not supported", "put the text into a file, and COPY it")
     array = _array(rest) if name in _ARRAYS else None
     if name == "SHELL" and not array:
         raise refused(line, "SHELL needs a JSON array", 'write SHELL ["/bin/bash", "-c"]')

@@ -61,7 +61,8 @@ def pairs(text: str, escape: str) -> list[tuple[str, str]]:
 
 
 class _Expansion:
-    def __init__(self, text: str, variables: Mapping[str, str], escape: str):
+    def __init__(self, text: str, variables: Mapping[str, str], escape: str, *, quotes: bool = True):
+        self._quotes = quotes
         self._text = text
         self._variables = variables
         self._escape = escape
@@ -85,12 +86,14 @@ class _Expansion:
 
     def _next(self, char: str, depth: int) -> str:
         self._at += 1
-        if char == "'":
+        if char == "'" and self._quotes:
             return self._single_quoted()
-        if char == '"':
+        if char == '"' and self._quotes:
             return self._double_quoted(depth)
         if char == "$":
             return self._variable(depth)
+        if char == self._escape and not self._quotes and self._text[self._at : self._at + 1] not in {"$", char}:
+            return char
         if char == self._escape and self._at < len(self._text):
             self._at += 1
             return self._text[self._at - 1]
@@ -157,3 +160,8 @@ class _Expansion:
 def expand(word: str, variables: Mapping[str, str], escape: str) -> str:
     """Return a word with its variables replaced, and without its quotes and escapes."""
     return _Expansion(word, variables, escape).read("", 0)
+
+
+def expand_text(text: str, variables: Mapping[str, str], escape: str) -> str:
+    """Return a text with its variables replaced, in which quotes mean nothing."""
+    return _Expansion(text, variables, escape, quotes=False).read("", 0)

@@ -343,7 +343,7 @@ class RegistryClient:
     def _base(self, registry: str) -> str:
         if self._access.allowed and registry not in self._access.allowed:
             raise Denied(
-                f"images may not come from the registry {registry}",
+                f"images may not come from the registry {registry}, or go there",
                 field="image",
                 hint=f"the operator allows {', '.join(sorted(self._access.allowed))[:_SHOWN]} (images.registries)",
             )

@@ -226,6 +226,8 @@ class ImageStorage:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             yield
+        except (TimeoutError, ConnectionError):  # these are of no disk
+            raise
         except OSError as error:
             raise disk_problem(error) from error
         finally:
@@ -371,6 +373,7 @@ class ImageStorage:
         descriptor = os.open(image.root, DIRECTORY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._make_old(self._blobs_of(image))  # if we are killed now, the next process removes them at once
             os.unlink(self._path("images", image.digest))
             for path, _name, meant in self._names():
                 if meant == image.digest:
@@ -411,11 +414,15 @@ class ImageStorage:
                 if all(image.digest != f"sha256:{name}" for image in images):
                     os.unlink(self._path("images", name))
         except BlockingIOError:  # an image is being added: the next collection removes what nobody needs
-            for path in set(blobs) - needed:
-                with suppress(FileNotFoundError):
-                    os.utime(path, (0, 0))
+            self._make_old(set(blobs) - needed)
         finally:
             os.close(adding)
+
+    def _make_old(self, blobs: Collection[str]) -> None:
+        """Let a later collection remove blobs that no image refers to, without waiting for another attempt."""
+        for path in blobs:
+            with suppress(FileNotFoundError):
+                os.utime(path, (0, 0))
 
     def _retire(self, path: str) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -180,7 +180,7 @@ class SandboxForker:
         self._isolate = isolate
         self._root = os.geteuid() == 0
         self._count = 0
-        self._program = self._folder_program = b""
+        self._program = self._folder_program = self._build_program = b""
         self._prepared: object = None
         self._ids: ids.HostIds | None = None
         self._workspaces = -1
@@ -208,6 +208,7 @@ class SandboxForker:
             checks = {} if "memory" in self.cgroups.controllers else seccomp.FIXED_BUFFERS
             self._program = seccomp.build(more=checks)
             self._folder_program = seccomp.build(more={**checks, **seccomp.without_set_ids()})
+            self._build_program = seccomp.build(more={**checks, **seccomp.FOR_BUILDS})
             self._ids = ids.HostIds() if self._root else None
             self._opener = zygote_root.enter(
                 workspaces, root=self._root, shared=shared, folder_roots=folder_roots, images=images
@@ -273,10 +274,16 @@ class SandboxForker:
         try:
             if self._isolate:
                 self.cgroups.limit(child.group, spec.memory_mb, spec.cpus)
-                if spec.image:
-                    self._mount_image(sandbox.ImageSpec(**spec.image), child, image)
+                wanted = sandbox.ImageSpec(**spec.image) if spec.image else None
+                if wanted is not None:
+                    self._mount_image(wanted, child, image)
                 self._map_owners(more, child)
-                mount = more.pop(0) if spec.folder else self._volume_mount(spec.workspace, child.pid)
+                if spec.folder:
+                    mount = more.pop(0)
+                elif wanted is not None and wanted.writable:
+                    mount = self._build_mount(spec.workspace, child.slot)
+                else:
+                    mount = self._volume_mount(spec.workspace, child.pid)
                 fds += [mount, *([plan] if plan >= 0 else []), *image, *more]
                 if spec.folder and spec.masked:
                     child.folder = spec.folder
@@ -315,7 +322,7 @@ class SandboxForker:
         """
         if not self._idmap or _KERNEL < _IDMAPPED_OVERLAYS:
             return
-        if image.owner == sandbox.AGENT:
+        if image.owner == sandbox.AGENT and not image.writable:
             users = os.open(f"/proc/{child.pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         else:
             users = child.open_image_users(image.owner)
@@ -491,6 +498,14 @@ class SandboxForker:
         finally:
             os.close(users)
 
+    def _build_mount(self, name: str, slot: int) -> int:
+        """Return a mount of the volume of a build. Its files keep ids that no user of the host has, so a set-user-ID
+        file there gives nobody anything.
+        """
+        if self._ids is not None:
+            os.chown(name, ids.owner(slot), ids.owner(slot), dir_fd=self._workspaces, follow_symlinks=False)
+        return self._workspace_mount(name, -1)
+
     def _workspace_mount(self, name: str, users: int) -> int:
         """Return a mount of a workspace; `users` is the user namespace of its sandbox, or -1 without idmapping."""
         mount = linux.open_tree(name, dir_fd=self._workspaces)
@@ -526,6 +541,8 @@ class SandboxForker:
                 if spec.network == "bridge":
                     sandbox.hand_over_network(orders)
                 program = self._folder_program if spec.folder else self._program
+                if spec.image.get("writable"):
+                    program = self._build_program
                 sandbox.complete(spec, fds[1:], program, prepared, root=self._root)
                 for descriptor in fds[1:]:
                     os.close(descriptor)

@@ -10,11 +10,14 @@ from __future__ import annotations
 import fcntl
 import os
 import struct
+from functools import lru_cache
 
 from carrel.errors import PlatformError
 from carrel.isolation.rootfs import SANDBOX_UID
 
 FIRST, RANGE, SLOTS = 0x70000000, 65536, 4095
+_LAST = RANGE - 1
+"""Distributions give this id to nobody."""
 LOCKS = "/run/carrel"
 F_OFD_SETLK = 37  # not in the fcntl module before Python 3.13
 
@@ -55,22 +58,37 @@ def agent(slot: int, *, idmap: bool) -> int:
     return owner(slot) + SANDBOX_UID if idmap else SANDBOX_UID
 
 
-def image_map(wanted: int, first: int = 0) -> str:
-    """Return the id map of the users of an image whose user is `wanted`, in a sandbox of root.
+def image_rows(wanted: int) -> list[tuple[int, int, int]]:
+    """Return the users of an image whose user is `wanted`, in a sandbox of root. A row has the first id in the image,
+    the first id in the sandbox, and their number. So files show the owners that they have in the image, and the kernel
+    changes the files of a writable root.
 
-    The agent and the user that it is in the image swap their ids, every other user keeps its own: so files show the
-    owners that they have in the image, and the kernel changes the files of a writable root. The ids are those of the
-    sandbox; with its `owner` as `first`, those of the host.
+    The user `wanted` is the agent. Nobody of the image is root of the sandbox, who owns its namespaces: the kernel
+    would let that user change settings of the network, as the owner of their files. So up to three users have other
+    ids.
     """
-    low, high = sorted((wanted, SANDBOX_UID))
-    if low == high:
-        rows = [(0, 0, RANGE)]
-    elif high >= RANGE:  # such a user has no id to give to the agent
-        rows = [(0, 0, low), (low + 1, low + 1, RANGE - low - 1), (high, low, 1)]
-    else:
-        between, after = (low + 1, low + 1, high - low - 1), (high + 1, high + 1, RANGE - high - 1)
-        rows = [(0, 0, low), (low, high, 1), between, (high, low, 1), after]
-    return "".join(f"{found} {first + seen} {count}\n" for found, seen, count in rows if count > 0)
+    seen = {0: _LAST, SANDBOX_UID: wanted or _LAST, wanted: SANDBOX_UID}
+    rows: list[tuple[int, int, int]] = []
+    first = 0
+    for found in sorted(each for each in seen if each < _LAST):
+        rows += [(first, first, found - first), (found, seen[found], 1)]
+        first = found + 1
+    rows.append((first, first, _LAST - first))
+    if wanted >= _LAST:  # it has no id to give to the user whose id it takes
+        rows = [row for row in rows if row[0] != SANDBOX_UID] + [(wanted, SANDBOX_UID, 1)]
+    return [row for row in rows if row[2]]
+
+
+def image_map(wanted: int, first: int = 0) -> str:
+    """Return `image_rows` as an id map. The ids are those of the sandbox; with its `owner` as `first`, of the host."""
+    return "".join(f"{found} {first + seen} {count}\n" for found, seen, count in image_rows(wanted))
+
+
+@lru_cache(1024)
+def in_image(found: int, wanted: int) -> int:
+    """Return the id in the image of a file that a build's sandbox of root made: there it has an id of the host."""
+    found %= RANGE
+    return next((row[0] + found - row[1] for row in image_rows(wanted) if row[1] <= found < row[1] + row[2]), found)
 
 
 def maps(slot: int, *, root: bool, idmap: bool) -> str:

@@ -32,7 +32,7 @@ BUNDLES = (
 _SHARED = ("/dev", "/etc/carrel", inside.ENVIRONMENTS, "/proc", inside.SECRETS)
 _DIRECTORIES = ("/etc", "/home", inside.HOME, "/run", "/sys", "/tmp", "/var", inside.WORKSPACE)
 
-COMMON = ("etc", "etc/pki", "etc/pki/ca-trust", "etc/ssl", "etc/ssl/certs", "home", "run", "var")
+COMMON = ("etc", "etc/pki", "etc/pki/ca-trust", "etc/ssl", "etc/ssl/certs", "home", "run", "tmp", "var")
 """Directories that the layers around an image share with it. In a writable root they are as in the image."""
 
 _TOP_PLAN: rootfs.Plan = (
@@ -67,23 +67,28 @@ def make_layers(stage: str, names: list[str]) -> None:
         rootfs.apply_plan(plan, stage + layer)
 
 
-def keep_changes(volume: int, owner: int | None) -> int:
+def keep_changes(volume: int, root: tuple[int, int] | None) -> int:
     """Divide the volume of a sandbox whose root is writable: one part for the changes of the root, one for its files.
 
-    Returns a mount of the files. `owner` is who owns the root in the image; None if all files have one owner anyway.
+    Returns a mount of the files. `root` are the ids that root of the image has in the sandbox; None if all files have
+    one owner anyway.
     """
     linux.move_mount(volume, CHANGES)
     for name in (UPPER, _WORK, _FILES):
         os.mkdir(f"{CHANGES}/{name}", 0o755)
-    if owner is not None:
-        os.chown(f"{CHANGES}/{UPPER}", owner, owner)
+    if root is not None:
+        os.chown(f"{CHANGES}/{UPPER}", *root)
         os.chown(f"{CHANGES}/{_FILES}", rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
     return linux.open_tree(f"{CHANGES}/{_FILES}")
 
 
 def _share_directories() -> None:
-    """Give directories that the image and the layers above it share the owner and mode that they have in the image."""
+    """Give directories that the image and the layers above it share the owner and mode that they have in the image.
+
+    Those that it lacks belong to its root.
+    """
     seen = {""}
+    root = os.stat(f"{CHANGES}/{UPPER}")
     for path in COMMON:
         with suppress(OSError):
             info = os.lstat(f"{IMAGE}/{path}")
@@ -93,6 +98,12 @@ def _share_directories() -> None:
                 os.chown(place, info.st_uid, info.st_gid)
                 os.chmod(place, stat.S_IMODE(info.st_mode))
                 seen.add(path)
+    for path in COMMON:
+        if "/" not in path and path not in seen:
+            place = f"{CHANGES}/{UPPER}/{path}"
+            os.mkdir(place)
+            os.chown(place, root.st_uid, root.st_gid)
+            os.chmod(place, 0o1777 if path == "tmp" else 0o755)
 
 
 def mount(image: int, around: int, base: str, *, trust: bool, writable: bool = False) -> str:
@@ -112,6 +123,8 @@ def mount(image: int, around: int, base: str, *, trust: bool, writable: bool = F
     else:
         flags |= linux.MS_RDONLY
     linux.mount("overlay", MERGED, "overlay", flags, options)
+    if writable:  # the kernel closes it to everybody, and the disk watch of an ordinary user could not look into it
+        os.chmod(f"{CHANGES}/{_WORK}/work", 0o700)
     for path in _SHARED:
         tree = linux.open_tree(base + path, recursive=True)
         try:

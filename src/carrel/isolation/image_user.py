@@ -19,11 +19,12 @@ MOST = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class ImageUser:
-    """A user of an image: its numbers, and its name or an empty text."""
+    """A user of an image: its numbers, its name or an empty text, its home or `/`."""
 
     uid: int
     gid: int
     name: str
+    home: str
 
 
 def find(directory: str, user: str) -> ImageUser:
@@ -34,7 +35,7 @@ def find(directory: str, user: str) -> ImageUser:
     wanted, _, group = user.partition(":")
     wanted = wanted or "0"
     if wanted == "0" and not group:
-        return ImageUser(0, 0, "root")
+        return ImageUser(0, 0, "root", "/root")
     number = _number(wanted)
     # name:password:uid:gid:…
     found = next((row for row in _rows(directory, "etc/passwd", 4) if _is(row, wanted, number)), None)
@@ -55,7 +56,8 @@ def find(directory: str, user: str) -> ImageUser:
             field="image",
             hint="correct /etc/passwd and /etc/group in the image, or set another USER",
         )
-    return ImageUser(uid, gid, found[0] if found else "")
+    home = found[5] if found and len(found) > 5 and found[5].startswith("/") and found[5].isprintable() else "/"
+    return ImageUser(uid, gid, found[0] if found else "", home)
 
 
 def _is(row: list[str], wanted: str, number: int | None) -> bool:

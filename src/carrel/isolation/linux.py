@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from carrel.primitives import kernel_files, libc
 
@@ -51,6 +51,9 @@ MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_IDMAP = 1, 2,
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+
+FOR_INSTALLING = (0, 1, 3, 4, 5, 6, 7, 18)
+"""The capabilities of root in a RUN line: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SYS_CHROOT."""
 
 _SIOCSIFFLAGS = 0x8914
 _LOOPBACK_UP = struct.pack("16sh14x", b"lo", 0x1 | 0x8 | 0x40)  # IFF_UP, IFF_LOOPBACK, IFF_RUNNING
@@ -150,9 +153,11 @@ def set_mount_attributes(
     libc.system_call("mount_setattr", _NR_MOUNT_SETATTR, tree_fd, b"", flags, packed, len(packed))
 
 
-def drop_bounding_set() -> None:
-    """Drop all capabilities from the bounding set, so that no exec can bring one back."""
+def drop_bounding_set(but: Collection[int] = ()) -> None:
+    """Drop capabilities from the bounding set, so that no exec can bring one back."""
     for capability in range(64):
+        if capability in but:
+            continue
         try:
             libc.prctl(PR_CAPBSET_DROP, capability)
         except OSError as error:
@@ -161,9 +166,13 @@ def drop_bounding_set() -> None:
             return  # the first number that the kernel does not know
 
 
-def drop_capabilities() -> None:
+def drop_capabilities(but: Collection[int] = ()) -> None:
+    """Drop capabilities for good. None of those that stay is inherited by programs of ordinary users."""
     libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
-    libc.system_call("capset", _NR_CAPSET[ARCH], _CAPABILITY_HEADER, bytes(24))
+    low, high = (sum(1 << (each - first) for each in but if 0 <= each - first < 32) for first in (0, 32))
+    # effective, permitted and inheritable ones, the lower half of each first
+    packed = struct.pack("=6I", low, low, 0, high, high, 0)
+    libc.system_call("capset", _NR_CAPSET[ARCH], _CAPABILITY_HEADER, packed)
 
 
 def bring_up_loopback() -> None:

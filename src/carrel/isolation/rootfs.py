@@ -168,6 +168,12 @@ Dir::Cache::pkgcache "";
 Dir::Cache::srcpkgcache "";
 Acquire::Retries "0";
 """
+BUILD_APT_CONFIG = "/etc/carrel/apt-build.conf"
+_BUILD_APT = """\
+// A RUN line is isolated already. An ordinary user's server has no second user to download as.
+APT::Sandbox::User "root";
+Acquire::Retries "0";
+"""
 NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
 
 
@@ -226,6 +232,7 @@ def base_plan(links: Mapping[str, str | None], host: str = "/", names: Sequence[
         TextFile(NODE_PRELOAD, _NODE),
         *(TextFile(f"{PYTHON}/{name}", text) for name, text in _PYTHON.items()),
         TextFile(APT_CONFIG, _APT),
+        TextFile(BUILD_APT_CONFIG, _BUILD_APT),
         EmptyDirectory(os.path.dirname(CURL_OFFLINE)),
         *(EmptyDirectory(folder) for folder in _CURL_TEXTS),
         *(
@@ -264,16 +271,16 @@ COMMON_PLAN: Plan = (
 """The private part that is the same for every sandbox."""
 
 
-def private_plan(memory_mb: int | None, resolver: str = "", *, kept_home: bool = False) -> Plan:
+def private_plan(memory_mb: int | None, resolver: str = "", *, kept_home: bool = False, own_tmp: bool = True) -> Plan:
     """Return the private part that depends on the request. Memory file systems get much less than the sandbox's memory.
 
     `resolver` is the text of `/etc/resolv.conf`; without it there is no name server. A home that is kept is mounted
-    separately.
+    separately. Without `own_tmp`, `/tmp` is that of an image whose root can be changed.
     """
     scratch = max(16, min(512, (memory_mb or 1024) // 4))
     return (
         Tmpfs("/dev/shm", f"{max(8, scratch // 4)}m", 4096, 0o1777, executable=False),
-        Tmpfs("/tmp", f"{scratch}m", 65536, 0o1777),
+        *((Tmpfs("/tmp", f"{scratch}m", 65536, 0o1777),) if own_tmp else ()),
         *(() if kept_home else (Tmpfs(HOME, f"{scratch}m", 65536, 0o755),)),
         WorkspaceMount(WORKSPACE),
         *((Override("/etc/resolv.conf", resolver),) if resolver else ()),

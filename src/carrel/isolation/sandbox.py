@@ -10,7 +10,7 @@ import json
 import os
 import resource
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -59,7 +59,9 @@ class ImageSpec:
     environment: dict[str, str] = field(default_factory=dict)
     working_directory: str = ""
     writable: bool = False
-    """Whether the root can be changed. The changes are kept in the volume of the sandbox."""
+    """Whether the root can be changed, as for a RUN line of a build. The changes are kept in the volume."""
+    home: str = ""
+    """The home of the user in the image, if the root can be changed."""
 
     @property
     def owner(self) -> tuple[int, int]:
@@ -137,11 +139,11 @@ class ImageUsers:
         libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of /proc/PID follows it
         return cls(owner, linux.user_namespace(ids.image_map(owner[0]), ids.image_map(owner[1]), proc))
 
-    def enter(self) -> None:
-        """Become the agent."""
+    def enter(self, kept: Collection[int] = ()) -> None:
+        """Become the agent. `kept` are capabilities that it may have there."""
         linux.enter_namespace(self.namespace)
         os.close(self.namespace)
-        linux.drop_bounding_set()  # every user namespace begins with all of it
+        linux.drop_bounding_set(kept)  # every user namespace begins with all of it
         _become(*self.owner)
 
 
@@ -227,7 +229,8 @@ def hand_over_network(orders: socket.socket) -> None:
 
 def hand_over_memory(orders: socket.socket, spec: Spec) -> None:
     """Send the zygote descriptors for measuring the memory that this sandbox uses outside of its processes."""
-    paths = ("/tmp", "/dev/shm") if inside.HOME in spec.mounts else (inside.HOME, "/tmp", "/dev/shm")
+    on_disk = {*spec.mounts, *(["/tmp"] if spec.image.get("writable") else [])}
+    paths = [path for path in (inside.HOME, "/tmp", "/dev/shm") if path not in on_disk]
     fds = [os.open("/proc/sysvipc/shm", os.O_RDONLY | os.O_CLOEXEC)]
     fds += [os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) for path in paths]
     try:
@@ -248,14 +251,13 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, prepared: PreparedS
     image = ImageSpec(**spec.image) if spec.image else None
     writable = image is not None and image.writable
     if image is not None and writable:
-        # The agent and root of the image have swapped their ids if the agent is root there.
-        owner = rootfs.SANDBOX_UID if image.uid == 0 else 0
-        workspace_fd = image_root.keep_changes(workspace_fd, owner if root else None)
+        workspace_fd = image_root.keep_changes(workspace_fd, _root_of(image) if root else None)
     place = BASE
     if image is not None:
         place = image_root.mount(more.pop(0), more.pop(0), BASE, trust=spec.trust, writable=writable)
     covered = folder_mounts.cover(place, [spec.folder, *spec.mounts])
-    plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=inside.HOME in spec.mounts)
+    kept_home = inside.HOME in spec.mounts
+    plan = rootfs.private_plan(spec.memory_mb, spec.resolver, kept_home=kept_home, own_tmp=not writable)
     rootfs.apply_plan(plan, place, workspace_fd=workspace_fd, owner=rootfs.SANDBOX_UID)
     if spec.folder:
         folder_mounts.attach(place, spec.folder, list(zip(spec.mounts, more, strict=True)), covered)
@@ -268,19 +270,23 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, prepared: PreparedS
         budgets.limit_tcp_buffers()
     _limit(spec)
     linux.drop_bounding_set()
-    renamed = image.owner if image is not None and image.owner != AGENT else None
+    renamed = image.owner if image is not None and (image.owner != AGENT or writable) else None
+    # Package managers use them. They hold for the namespace of the image's users, which owns no other: so they reach
+    # the files and processes of these users, of whom there are none outside this sandbox, and nothing else.
+    kept = linux.FOR_INSTALLING if root and writable and image is not None and image.uid == 0 else ()
     if root:
         users = prepared.image_users
-        if users is not None and users.owner != renamed:
+        # The kernel holds all users of a namespace together to the limit of processes when it was made.
+        if users is not None and (users.owner != renamed or writable):
             os.close(users.namespace)
             users = None
         if renamed is not None:
-            (users or ImageUsers.make(renamed, "/proc")).enter()
+            (users or ImageUsers.make(renamed, "/proc")).enter(kept)
         else:
             _become(*AGENT)
     elif renamed is not None:
         _rename_agent(*renamed)
-    linux.drop_capabilities()
+    linux.drop_capabilities(kept)
     libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
     if landlock.abi() > 0:
         # With the secrets: a rule applies to a directory through all its mounts, and the agent's mount is read-only.
@@ -288,6 +294,12 @@ def complete(spec: Spec, fds: Sequence[int], program: bytes, prepared: PreparedS
     seccomp.install(program)
     if image is not None and image.working_directory and not os.path.isdir(image.working_directory):
         raise OSError(f"the image's working directory {image.working_directory[:200]} is not a directory in it")
+
+
+def _root_of(image: ImageSpec) -> tuple[int, int]:
+    """Return the user and group ids that root of a build's image has in the sandbox."""
+    uid, gid = (next(row[1] for row in ids.image_rows(each) if row[0] == 0) for each in image.owner)
+    return uid, gid
 
 
 def _become(uid: int, gid: int) -> None:

@@ -235,11 +235,14 @@ def without_set_ids() -> dict[str, ArgumentSwitch]:
     }
 
 
+FOR_BUILDS: Mapping[str, Decision] = {"chroot": RET_ALLOW}
+"""Package managers run scripts after a `chroot`, which needs a capability as well."""
+
 # A tracer that skips a call sets its number to -1: nothing runs, and refusing would overwrite its answer.
 _SKIPPED_BY_TRACER = 0xFFFFFFFF
 
 
-def decision(name: str, more: Mapping[str, ArgumentSwitch] = MappingProxyType({})) -> Decision:
+def decision(name: str, more: Mapping[str, Decision] = MappingProxyType({})) -> Decision:
     """Return the decision for the call of this name; `more` checks come first. Unknown calls get ENOSYS."""
     if name in more:
         return more[name]
@@ -320,7 +323,7 @@ class _Assembler:
         return b"".join(_INSTRUCTION.pack(*one) for one in reversed(self._code))
 
 
-def _ranges(table: Mapping[str, int], more: Mapping[str, ArgumentSwitch]) -> list[tuple[int, Decision]]:
+def _ranges(table: Mapping[str, int], more: Mapping[str, Decision]) -> list[tuple[int, Decision]]:
     by_number: dict[int, Decision] = {number: decision(name, more) for name, number in table.items()}
     by_number[_SKIPPED_BY_TRACER] = RET_ALLOW
     found: list[tuple[int, Decision]] = [(0, by_number.get(0, _ENOSYS))]
@@ -331,7 +334,7 @@ def _ranges(table: Mapping[str, int], more: Mapping[str, ArgumentSwitch]) -> lis
     return found
 
 
-def build(arch: str | None = None, more: Mapping[str, ArgumentSwitch] = MappingProxyType({})) -> bytes:
+def build(arch: str | None = None, more: Mapping[str, Decision] = MappingProxyType({})) -> bytes:
     """Return the filter program (an array of struct sock_filter) for an architecture, by default this machine's.
 
     `more` are checks that replace the usual ones, such as `FIXED_BUFFERS` or `without_set_ids()`.

@@ -103,3 +103,18 @@ class EnvironmentEvent(Answer):
     progress: str | None = None
     environment: EnvironmentInfo | None = None
     problem: dict[str, object] | None = None
+
+    @staticmethod
+    def said(progress: str) -> EnvironmentEvent:
+        """Return the line for progress."""
+        return EnvironmentEvent(progress=progress)
+
+    @staticmethod
+    def done(result: EnvironmentInfo) -> EnvironmentEvent:
+        """Return the last line."""
+        return EnvironmentEvent(environment=result)
+
+    @staticmethod
+    def failed(problem: dict[str, object]) -> EnvironmentEvent:
+        """Return the last line of work that failed."""
+        return EnvironmentEvent(problem=problem)

@@ -25,6 +25,21 @@ class ImagePull(Request):
     )
 
 
+class ImagePush(Request):
+    """The body of a request to push an image."""
+
+    image: ImageName = Field(description="a reference, or a digest or its first 8 digits or more")
+    to: ImageName | None = Field(
+        default=None, description="where: a registry, a repository and a tag; by default its reference"
+    )
+
+
+class ImageExport(Request):
+    """The body of a request to export an image."""
+
+    image: ImageName = Field(description="a reference, or a digest or its first 8 digits or more")
+
+
 class ImageBuild(Request):
     """How an image is built. The build context is the body of the request."""
 
@@ -83,9 +98,24 @@ class ImageProgress(Answer):
 
 
 class ImageEvent(Answer):
-    """One line of the progress of a pull or a build. The last line has the image or the problem."""
+    """One line of the progress of a pull, a push or a build. The last line has the image or the problem."""
 
     progress: ImageProgress | None = None
     line: str | None = Field(default=None, description="a line of the log of a build")
     image: ImageInfo | None = None
     problem: dict[str, object] | None = None
+
+    @staticmethod
+    def said(progress: ImageProgress | str) -> ImageEvent:
+        """Return the line for progress, or for a line of a log."""
+        return ImageEvent(line=progress) if isinstance(progress, str) else ImageEvent(progress=progress)
+
+    @staticmethod
+    def done(result: ImageInfo) -> ImageEvent:
+        """Return the last line."""
+        return ImageEvent(image=result)
+
+    @staticmethod
+    def failed(problem: dict[str, object]) -> ImageEvent:
+        """Return the last line of work that failed."""
+        return ImageEvent(problem=problem)

@@ -406,6 +406,9 @@ GET_IMAGE = _row("get_image", None, READ, "GET /v1/images/{image:path}", context
 PULL_IMAGE = _row("pull_image", "session", OPERATE, "POST /v1/images", of_server=True)
 # Whoever may import an image decides what its name means for everybody.
 BUILD_IMAGE = _row("build_image", "session", ADMINISTER, "POST /v1/images/build", of_server=True)
+# A push uses the server's credentials, and an image may hold what its maker shows to nobody else.
+PUSH_IMAGE = _row("push_image", "session", ADMINISTER, "POST /v1/images/push", of_server=True)
+EXPORT_IMAGE = _row("export_image", "session", ADMINISTER, "POST /v1/images/export", of_server=True)
 IMPORT_IMAGE = _row("import_image", "session", ADMINISTER, "POST /v1/images/import", of_server=True)
 DELETE_IMAGE = _row("delete_image", "session", ADMINISTER, "DELETE /v1/images/{image:path}", of_server=True)
 

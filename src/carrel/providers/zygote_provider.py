@@ -147,7 +147,7 @@ class ZygoteProvider(Provider):
                 "user": user.name,
                 "environment": dict(image.environment),
                 "working_directory": image.working_directory,
-                "writable": image.writable,
+                **({"writable": True, "home": user.home} if image.writable else {}),
             }
         }
 

@@ -51,6 +51,10 @@ class ImageFacts(Protocol):
     def environment(self) -> dict[str, str]: ...
     @property
     def working_directory(self) -> str: ...
+    @property
+    def writable(self) -> bool: ...
+    @property
+    def home(self) -> str: ...
 
 
 class SandboxFacts(Protocol):
@@ -119,8 +123,10 @@ class Supervisor:
         self.files.configure(facts.workspace, facts.own_path)
         self._secrets.configure(facts.secrets_fd)
         self._mcp_servers.configure(budget // 2)
+        builds = facts.image is not None and facts.image.writable
         places = (*PLACES, facts.home, facts.workspace) if facts.isolated else ()
-        self._memory_places = places[: 2 if facts.own_path else 3]  # a kept home is on disk
+        # a kept home is on disk, and the /tmp of a build
+        self._memory_places = places[1 if builds else 0 : 2 if facts.own_path else 3]
         self._reset.configure(() if facts.own_path else places)
         self._started = time.monotonic()
         self._directory = self._first_directory(facts)
@@ -135,7 +141,7 @@ class Supervisor:
             path = environment.image_path(image.environment.get("PATH", ""), launchers=launchers)
         self._env = environment.variables(
             workspace=facts.workspace,
-            home=facts.home,
+            home=(image.home if image is not None else "") or facts.home,
             path=path,
             proxy_port=facts.proxy_port,
             offline=facts.refusing is not None,
@@ -144,6 +150,8 @@ class Supervisor:
             image=image.environment if image is not None else {},
             user=(image.user if image is not None else "") or "agent",
         )
+        if builds:
+            self._env["APT_CONFIG"] = environment.BUILD_APT_CONFIG
         if image is not None and python:
             self._env.setdefault("CARREL_PYTHON", python)
         self.python.configure(self._env, python, isolated=facts.isolated)

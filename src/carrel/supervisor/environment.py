@@ -44,6 +44,8 @@ tunnel, so these files tell `curl` what to print.
 """
 APT_CONFIG = "/etc/carrel/apt.conf"
 """A file of the sandbox's root that lets `apt-get update` and `apt-get download` work without root."""
+BUILD_APT_CONFIG = "/etc/carrel/apt-build.conf"
+"""The same for a RUN line of a build, which installs."""
 _OFFLINE = {
     "CURL_HOME": CURL_OFFLINE,
     # git does not print the answer of a proxy that refuses a tunnel. It does print the name of a proxy it cannot find.

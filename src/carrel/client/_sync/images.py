@@ -6,14 +6,16 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import IO
 from urllib.parse import quote
 
 from carrel.client._io_sync import Progress, Source, blocking, pieces
 from carrel.client._sync.bundles import open_local
 from carrel.client._sync.connection import Connection
+from carrel.client._sync.files import give, save_as
 from carrel.errors import PlatformError, ServerUnreachable, from_problem
 from carrel.models.images import ImageDetails, ImageInfo, ImageList, ImageProgress
 from carrel.primitives.build_context import pack_context
@@ -36,20 +38,53 @@ class Images:
         info = client.images.pull("python:3.13-slim", progress=print)
         """
         body = {"image": image, "only_if_missing": only_if_missing}
+        return self._followed("/v1/images", body, progress)
+
+    def push(self, image: str, to: str | None = None, *, progress: OnImageProgress | None = None) -> ImageInfo:
+        """Push an image to a registry, under its own reference or as `to`. For administrators.
+
+        client.images.push("service:1", "registry.example.com/team/service:1")
+        """
+        return self._followed("/v1/images/push", {"image": image, "to": to}, progress)
+
+    def _followed(self, path: str, body: Mapping[str, object], progress: OnImageProgress | None) -> ImageInfo:
         if progress is None:
-            return self._connection.post(ImageInfo, "/v1/images", body, deadline=None)
+            return self._connection.post(ImageInfo, path, body, deadline=None)
+        return self._last_line(self._connection.lines("POST", path, {"follow": "true"}, body), progress, None)
+
+    def _last_line(
+        self, arriving: Generator[bytes, None], progress: OnImageProgress | None, log: OnLine | None
+    ) -> ImageInfo:
+        """Read the lines of work that is followed; return the image of the last one, or raise its problem."""
         try:
-            with closing(self._connection.lines("POST", "/v1/images", {"follow": "true"}, body)) as lines:
+            with closing(arriving) as lines:
                 for line in lines:
                     event = json.loads(line)
                     if "image" in event:
                         return ImageInfo.model_validate(event["image"])
                     if "problem" in event:
                         raise from_problem(event["problem"])
-                    progress(ImageProgress.model_validate(event["progress"]))
-        except (ValueError, KeyError):
+                    if "line" in event and log is not None:
+                        log(str(event["line"]))
+                    if "progress" in event and progress is not None:
+                        progress(ImageProgress.model_validate(event["progress"]))
+        except ValueError:
             raise PlatformError("the server's answer is not a line of JSON") from None
-        raise ServerUnreachable("the server stopped before the image was pulled", hint="try again")
+        raise ServerUnreachable("the server stopped before the image was there", hint="try again")
+
+    def export(
+        self, image: str, target: str | os.PathLike[str] | IO[bytes], *, progress: Progress | None = None
+    ) -> None:
+        """Write an image as an OCI layout in a tar file, to a local path or an open binary file. For administrators.
+
+        `docker load`, `skopeo` and `import_archive` read it. `progress` is called with the number of bytes of each
+        piece.
+        """
+        arriving = self._connection.pieces("/v1/images/export", method="POST", body={"image": image}, deadline=None)
+        if isinstance(target, str | os.PathLike):
+            save_as(arriving, Path(target), 0o666, progress)
+        else:
+            give(arriving, target, progress)
 
     def import_archive(
         self, archive: str | os.PathLike[str] | Source, *, name: str | None = None, progress: Progress | None = None
@@ -92,19 +127,8 @@ class Images:
         with tempfile.TemporaryFile() as context:
             blocking(pack_context, os.fspath(directory), dockerfile, context)
             context.seek(0)
-            with closing(self._connection.lines("POST", "/v1/images/build", query, pieces(context, None))) as lines:
-                try:
-                    for line in lines:
-                        event = json.loads(line)
-                        if "image" in event:
-                            return ImageInfo.model_validate(event["image"])
-                        if "problem" in event:
-                            raise from_problem(event["problem"])
-                        if log is not None:
-                            log(event["line"])
-                except (ValueError, KeyError):
-                    raise PlatformError("the server's answer is not a line of JSON") from None
-        raise ServerUnreachable("the server stopped before the image was built", hint="try again")
+            sent = pieces(context, None)
+            return self._last_line(self._connection.lines("POST", "/v1/images/build", query, sent), None, log)
 
     def list(self) -> list[ImageInfo]:
         """List the images of the server, the last used first."""

@@ -109,7 +109,7 @@ class AccessLogWriter:
             ticket.end(Ending("unknown", reason="the egress process ended"))
         self._open.clear()
 
-    async def _write(self, upto: int, items: list[tuple[Item, str | None]]) -> None:
+    async def _write(self, upto: int, items: list[tuple[Item, AccessOwner]]) -> None:
         while True:
             try:
                 while items:

@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import BinaryIO, cast
 
 from carrel.control.images.images import CACHE_REPOSITORY, Images, nothing
@@ -39,9 +40,8 @@ from carrel.images.dockerfile import SCRATCH, Dockerfile, parse, refused
 from carrel.images.documents import OCI_CONFIG, OCI_LAYER, BlobDescriptor, ImageConfig, ImageManifest, ImagePlatform
 from carrel.images.reference import ImageReference
 from carrel.images.storage import ImageStorage, StoredImage
-from carrel.isolation import image_user
+from carrel.isolation import ids, image_user
 from carrel.isolation.image_root import COMMON, UPPER
-from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.models import CommandRequest, Network, SandboxRequest
 from carrel.models import operations as op
 from carrel.models.images import ImageBuild, ImageInfo
@@ -54,6 +54,11 @@ SayLine = Callable[[str], None]
 """Gets the log of a build, line by line."""
 
 _MOST_WORDS = 4000
+_ALL_USERS = "see the log of the build"
+_ONE_USER = (
+    "see the log of the build; this server runs as an ordinary user, so a RUN line has one user id: it cannot give "
+    "files to other users (chown) or become one (su); build such images on a server that runs as root"
+)
 _COMPRESSIONS: dict[bytes, Callable[[BinaryIO], BinaryIO]] = {
     b"\x1f\x8b": lambda file: cast(BinaryIO, gzip.open(file)),  # noqa: SIM115
     b"BZh": lambda file: cast(BinaryIO, bz2.open(file)),  # noqa: SIM115
@@ -125,7 +130,7 @@ class _Runs:
             words = (result.stderr or result.stdout).strip()[-_MOST_WORDS:]
             why = "there is not enough memory" if result.oom_killed else words
             ended = f"it ended with {result.exit_code if result.exit_code is not None else result.signal}"
-            raise refused(step.line, f"RUN failed: {ended}: {why}", "see the log of the build")
+            raise refused(step.line, f"RUN failed: {ended}: {why}", _ALL_USERS if os.geteuid() == 0 else _ONE_USER)
 
 
 class ImageBuilds:
@@ -252,12 +257,17 @@ class _Build:
         assert self._context is not None
         source = await self._origin(file, arguments, step.origin, number) if step.origin else self._context
         for each in step.sources if step.unpack else ():
-            image = await self._added(replace(step, sources=(each,)), source, image)
+            one = replace(step, sources=(each,))
+            said = ["add", image.digest, source.digest, each, step.target, step.owner, step.mode]
+            image = await self._once(said, partial(self._added, one, source, image))
         return image if step.unpack else await self._copied(step, source, image)
 
     async def _copied(self, step: CopyStep, source: StoredImage, image: StoredImage) -> StoredImage:
-        owner, most = await self._owner(step.line, image, step.owner), self._runs.largest
-        said = ["copy", image.digest, source.digest, step.sources, step.target, owner, step.mode]
+        owner: Owner | None = None  # as in the archive, whose owners an ordinary user cannot keep
+        if step.owner or not step.unpack or source is self._context or os.geteuid() != 0:
+            owner = await self._owner(step.line, image, step.owner)
+        most = self._runs.largest
+        said = ["copy", image.digest, source.digest, step.sources, step.texts, step.target, owner, step.mode]
 
         async def make() -> StoredImage:
             return await self._layered(
@@ -272,6 +282,9 @@ class _Build:
         try:
             most = self._runs.largest
             if await run_to_end(lambda: unpacked_archive(source.root, step.sources[0], path, most)):
+                if step.target == "/" and not step.owner and step.mode is None:  # it is a layer
+                    digest, size = await run_to_end(lambda: _digest(path))
+                    return await self._add(image, WrittenLayer(digest, size, 1), path)
                 inside = await self._context_image(path)
                 step = replace(step, sources=(".",), target=step.target.rstrip("/") + "/")
                 return await self._copied(step, inside, image)
@@ -374,15 +387,11 @@ class _Build:
 def _owners(agent: Owner) -> Callable[[os.stat_result], Owner]:
     """Return the owner in the image of a file of the sandbox's volume.
 
-    As root, the agent and the user that it is in the image have swapped their ids. An ordinary user has only one id.
+    As root, each has an id of its own. An ordinary user has only one id.
     """
     if os.geteuid() != 0:
         return lambda _info: agent
-
-    def one(found: int, wanted: int) -> int:
-        return wanted if found == SANDBOX_UID else SANDBOX_UID if found == wanted else found
-
-    return lambda info: (one(info.st_uid, agent[0]), one(info.st_gid, agent[1]))
+    return lambda info: (ids.in_image(info.st_uid, agent[0]), ids.in_image(info.st_gid, agent[1]))
 
 
 def _digest(path: str) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""The images of a server: pulls them when they are missing, imports, lists, removes and collects them.
+"""The images of a server: pulls them when they are missing, imports, pushes, exports, lists, removes and collects them.
 
 Decides who may pull from where. The formats, the registry and the disk belong to `carrel.images`.
 """
@@ -20,16 +20,24 @@ from carrel.control.operations.admission import Admission
 from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller, OwnWork
 from carrel.errors import Conflict, ImageRefused, InvalidRequest, NotFound, RegistryFailed, TooLarge
-from carrel.images.archives import import_archive
+from carrel.images.archives import LayoutExport, import_archive
 from carrel.images.documents import ImagePlatform
-from carrel.images.pulling import pull_image
+from carrel.images.pulling import pull_image, push_image
 from carrel.images.reference import DEFAULT_REGISTRY, ImageReference
 from carrel.images.registry import RegistryAccess, RegistryClient
 from carrel.images.storage import CollectedImages, ImageStorage, LayerProgress, Progress, RootHold, StoredImage
 from carrel.images.unpack import disk_problem
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.models import operations as op
-from carrel.models.images import ImageDetails, ImageInfo, ImageList, ImageProgress, ImagePull
+from carrel.models.images import (
+    ImageDetails,
+    ImageExport,
+    ImageInfo,
+    ImageList,
+    ImageProgress,
+    ImagePull,
+    ImagePush,
+)
 from carrel.primitives.atomic import write_all
 from carrel.store import ImageSession, SessionStore
 from carrel.threads import run_to_end
@@ -101,14 +109,10 @@ class Images:
     async def pull(self, caller: Caller, request: ImagePull, say: Say | None = None) -> ImageInfo:
         """Bring an image here, or its newest version. `say` is called with the progress of each layer."""
 
-        def progress(each: LayerProgress) -> None:
-            if say is not None:
-                say(ImageProgress.model_validate(vars(each) | {"layer": each.digest}))
-
         reference = self.parse(request.image)
         image = await self._find(reference) if request.only_if_missing else None
         if image is None:
-            image = await self._pull(caller, reference, progress)
+            image = await self._pull(caller, reference, _shown_to(say))
         return self._info(caller, image, await self._users())
 
     async def ensure(self, caller: Caller | OwnWork, reference: ImageReference) -> StoredImage:
@@ -234,6 +238,50 @@ class Images:
                     raise disk_problem(error) from error
             yield path, size
 
+    # sending
+
+    async def push(self, caller: Caller, request: ImagePush, say: Say | None = None) -> ImageInfo:
+        """Send an image to a registry. `say` is called with the progress of each layer."""
+        image, name = await asyncio.to_thread(self._resolve, request.image)
+        target = self.parse(request.to) if request.to is not None else name
+        if target is None or target.digest is not None:
+            raise InvalidRequest(
+                "an image is pushed under a tag, and none is named",
+                field="to",
+                hint="say where: `carrel image push IMAGE registry.example.com/team/service:1`",
+            )
+        arguments = {"image": request.image, "to": str(target)}
+        async with self._admission.admit(Call(op.PUSH_IMAGE, arguments, caller)) as traffic:
+            with await asyncio.to_thread(self._storage.hold, image.digest):
+                await push_image(self._client, self._storage, image, target, _shown_to(say))
+            traffic.count_out(image.size)
+        return await self.describe(caller, image)
+
+    async def export(self, caller: Caller, request: ImageExport) -> tuple[int, AsyncIterator[bytes]]:
+        """Return the size and the bytes of a tar file with an image. The first piece is read at once, so that an image
+        that is missing is an error and not a broken stream.
+        """
+        image, name = await asyncio.to_thread(self._resolve, request.image)
+        if name is None or name.digest is not None:
+            names = [ImageReference.parse(each) for each in image.names if not each.startswith(_CACHED)]
+            name = next((each for each in names if each.tag), None)
+        layout = await asyncio.to_thread(LayoutExport, self._storage, image, name)
+        pieces = self._exported(caller, request, image, layout)
+        await anext(pieces)
+        return layout.size, pieces
+
+    async def _exported(
+        self, caller: Caller, request: ImageExport, image: StoredImage, layout: LayoutExport
+    ) -> AsyncIterator[bytes]:
+        """Yield an empty piece as soon as the image is held, then all pieces."""
+        async with self._admission.admit(Call(op.EXPORT_IMAGE, {"image": request.image}, caller)) as traffic:
+            with await asyncio.to_thread(self._storage.hold, image.digest):
+                yield b""
+                pieces = layout.pieces()
+                while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+                    traffic.count_out(len(piece))
+                    yield piece
+
     # showing
 
     async def list(self, caller: Caller) -> ImageList:
@@ -341,6 +389,16 @@ class Images:
     async def _users(self) -> Users:
         """Return the sessions of this server that are not terminated, by the digest of their image."""
         return await self._store.image_users(self._node)
+
+
+def _shown_to(say: Say | None) -> Progress:
+    """Return the function that shows the progress of layers to whoever asked, if anybody did."""
+
+    def show(each: LayerProgress) -> None:
+        if say is not None:
+            say(ImageProgress.model_validate(vars(each) | {"layer": each.digest}))
+
+    return show
 
 
 def _used(image: StoredImage, using: Sequence[str]) -> Conflict:

@@ -316,6 +316,8 @@ class Upkeep:
         usage = await measure(
             box.workspace, stop_bytes=disk_mb * 1024 * 1024 * 2, stop_entries=max_entries(disk_mb) * 2
         )
+        if self._sessions.find_live(box.record.id) is not box:  # it ended meanwhile, and its files are gone
+            return
         if (
             usage.bytes <= disk_mb * 1024 * 1024
         ):  # deleted files that are still open are found only through their processes
