@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import pytest
 
 TESTS = Path(__file__).parent
 SUITE = re.findall(r"^SUITE := (.*)$", (TESTS.parent / "Makefile").read_text(), re.MULTILINE)[0]
@@ -83,8 +86,11 @@ def test_file_that_cannot_be_imported_fails_the_run(tmp_path: Path) -> None:
     assert code != 0 and "no_such_module" in said
 
 
-def test_interrupted_run_tears_down(tmp_path: Path) -> None:
-    """However long it takes: pytest-xdist alone kills a worker that needs more than a few seconds."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_interrupted_run_tears_down(number: int, tmp_path: Path) -> None:
+    """However long it takes: pytest-xdist alone kills a worker that needs more than a few seconds. Workers whose leader was
+    killed do it at once.
+    """
     suite = """
 import os, pathlib, time, pytest
 HERE = pathlib.Path(__file__).parent
@@ -104,9 +110,14 @@ def test_other(): pass
             while not (tmp_path / "up").exists():
                 assert process.poll() is None and time.monotonic() < until
                 time.sleep(0.05)
-            process.send_signal(signal.SIGTERM)
-            said = process.communicate(timeout=120)[0]
+            process.send_signal(number)
+            said = process.communicate(timeout=120)[0]  # also until the workers have ended
         finally:
             process.kill()
-    assert process.returncode == 2, said
-    assert not os.path.exists((tmp_path / "down").read_text())  # its temporary files
+    directory = (tmp_path / "down").read_text()  # of its temporary files
+    if number == signal.SIGTERM:
+        assert process.returncode == 2, said
+        assert not os.path.exists(directory)
+    else:
+        for left in Path(directory).parent.glob("ct-*"):  # nobody was left to remove them
+            shutil.rmtree(left)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.cli_process import CliServer
-from tests.support.fork_server import CARREL, IMPORTED
+from tests.support.fork_server import CARREL, IMPORTED, start
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
@@ -24,13 +24,13 @@ def environment(directory: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def data_dir(tmp_path_factory: pytest.TempPathFactory, carrel_forks: None) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("server") / "data"
     command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(directory)]
     command += ["--set", "sandbox.allow_process=true", "--set", f"sandbox.folder_roots={tempfile.gettempdir()}"]
     log = directory.parent / "server.log"
     with log.open("ab") as output:
-        server = subprocess.Popen(command, env=environment(directory), stdout=output, stderr=output)
+        server = start(command, env=environment(directory), stdout=output, stderr=output)
     try:
         deadline = time.monotonic() + 90
         while not (directory / "server.json").exists():

@@ -12,16 +12,18 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.fork_server import Forked, start
 
 from carrel.client import AsyncClient, AsyncSandbox, Client, Sandbox
 
 
-def start_server(directory: Path) -> subprocess.Popen[bytes]:
+def start_server(directory: Path) -> Forked | subprocess.Popen[bytes]:
+    """Start a server; it is forked where a fork server runs."""
     command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(directory)]
     command += ["--set", "sandbox.allow_process=true"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
     with (directory.parent / "server.log").open("ab") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        server = start(command, env=environment, stdout=log, stderr=log)
     deadline = time.monotonic() + 90
     while not (directory / "server.json").exists():
         if server.poll() is not None or time.monotonic() > deadline:
@@ -33,7 +35,7 @@ def start_server(directory: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.fixture(scope="session")
-def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def data_dir(tmp_path_factory: pytest.TempPathFactory, carrel_forks: None) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("server") / "data"
     server = start_server(directory)
     try:

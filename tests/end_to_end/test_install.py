@@ -163,9 +163,8 @@ def install(wheel: Path) -> Iterator[Install]:
             variables = clean(UV_SYSTEM_CERTS="1")  # as pip: the certificates that this host trusts
             subprocess.run([*UV, "venv", "-q", "-p", python, str(place)], env=variables, check=True)
             subprocess.run([*UV, "pip", "install", "-q", "-p", str(place), wanted], env=variables, check=True)
-            for (_extra, other), environment in made.items():
-                if other == version:
-                    share_bytecode(environment.directory, place)
+            alike = [each.directory for (_extra, other), each in made.items() if other == version]
+            share_bytecode([*alike, Path(sys.prefix)] if version == OWN else alike, place, version)
             made[extra, version] = Environment(place)
         return made[extra, version]
 
@@ -173,18 +172,21 @@ def install(wheel: Path) -> Iterator[Install]:
     shutil.rmtree(directory)
 
 
-def share_bytecode(source: Path, target: Path) -> None:
-    """Spare an environment the compilation of modules that another one has compiled.
+def share_bytecode(sources: list[Path], target: Path, version: str) -> None:
+    """Spare an environment the compilation of modules that one of the same Python has compiled.
 
     Only of the same files: uv links them from its cache. Python itself still compares their time and size.
     """
-    for compiled in source.glob("lib/python*/site-packages/**/__pycache__/*.pyc"):
-        name = compiled.name.partition(".")[0] + ".py"
-        module, link = compiled.parents[1] / name, target / compiled.relative_to(source)
-        other = link.parents[1] / name
-        if not link.exists() and other.exists() and other.samefile(module):
-            link.parent.mkdir(exist_ok=True)
-            os.link(compiled, link)
+    site, ending = f"lib/python{version}/site-packages", f".cpython-{version.replace('.', '')}.pyc"
+    for module in (target / site).rglob("*.py"):
+        link = module.parent / "__pycache__" / (module.stem + ending)
+        for source in sources:
+            compiled = source / link.relative_to(target)
+            other = source / module.relative_to(target)
+            if compiled.exists() and other.exists() and other.samefile(module):
+                link.parent.mkdir(exist_ok=True)
+                os.link(compiled, link)
+                break
 
 
 @contextlib.contextmanager
@@ -364,7 +366,7 @@ def test_server_as_ordinary_user(install: Install) -> None:
 
 def test_server_requirements_pin_the_versions_of_the_development_ones() -> None:
     pins = {
-        name: set(re.findall(r"^[\w.-]+==.*?(?= \\$)", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
+        name: {line for line in (ROOT / "requirements" / name).read_text().splitlines() if re.match(r"[\w.-]+==", line)}
         for name in ("dev.txt", "server.txt")
     }
     assert len(pins["server.txt"]) > 40

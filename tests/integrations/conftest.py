@@ -15,7 +15,7 @@ from carrel.errors import NotFound
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def server(tmp_path_factory: pytest.TempPathFactory, carrel_forks: None) -> Iterator[dict[str, str]]:
     """Where a server listens, the token of its owner, and a directory whose folders may be workspaces."""
     served = Served(tmp_path_factory.mktemp("server") / "data")
     yield {"url": served.url, "token": served.token, "folders": str(served.folders)}

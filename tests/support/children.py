@@ -1,10 +1,19 @@
-"""Work that must happen in a process of its own, because it cannot be undone."""
+"""Work that must happen in a process of its own, because it cannot be undone; and processes that end with their parent."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Be told to end when the parent of this process ends, however it does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def in_child(work: Callable[[], object]) -> object:

@@ -26,6 +26,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, NoReturn
 
+from tests.support.children import end_with_parent
 from tests.support.quick_end import end_of
 
 ZYGOTE, EGRESS, CARREL, AGENT = "carrel.isolation.zygote", "carrel.egress", "carrel", "carrel agent"
@@ -226,6 +227,7 @@ def _next_order(connection: socket.socket, started_by: int) -> list[str]:
 def _become(order: dict[str, Any], fds: list[int]) -> list[str]:
     """Take over what the order says, so that nothing of the fork server is left."""
     os.setsid()
+    end_with_parent()  # the tests: a run that is killed leaves no servers
     away = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, _OUT_OF_THE_WAY) for each in fds]
     for each in fds:
         os.close(each)

@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from tests.support.fork_server import start
 
 from carrel.client import AsyncClient
 from carrel.integrations.langgraph import Workspace, build_graph, resolve_model
@@ -191,7 +192,7 @@ class Nursery:
 
 
 class Served:
-    """A real server in a process of its own."""
+    """A real server in a process of its own, forked where a fork server runs."""
 
     def __init__(self, directory: Path, port: int = 0):
         command = [sys.executable, "-m", "carrel", "serve", "--port", str(port), "--data-dir", str(directory)]
@@ -201,7 +202,7 @@ class Served:
         environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
         (directory / "server.json").unlink(missing_ok=True)
         with (directory.parent / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            self.process = start(command, env=environment, stdout=log, stderr=log)
         deadline = time.monotonic() + 90
         while not (directory / "server.json").exists():
             if self.process.poll() is not None or time.monotonic() > deadline:

@@ -99,6 +99,7 @@ def serving(
     command += [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
     if open_files is not None:
         command = ["prlimit", f"--nofile={open_files}:{open_files}", *command]
+    command = ["setpriv", "--pdeathsig=TERM", "--", *command]  # a run that is killed leaves no servers
     log = (directory / "log").open("wb")
     process = subprocess.Popen(
         as_user(command) if user else command, env=environment, stdout=log, stderr=log, cwd="/", start_new_session=True

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from tests.support.children import end_with_parent
 from tests.support.leaks import LEFT, Leaks, Watch, complaint, make_directory, remove_directory
 
 PATIENCE_S = 60.0
@@ -26,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     stop = _stop_once if worker else signal.default_int_handler
     signal.signal(signal.SIGTERM, stop)  # a run that is told to end still tears down
     signal.signal(signal.SIGINT, stop)  # a run in the background ignores it, and so would children
+    if worker:
+        end_with_parent()  # also with a leader that was killed
     if worker or config.option.basetemp is None:
         config.option.basetemp = f"{directory}/t"
     # Plugins, because hooks of a conftest are not called for fixtures of the whole session.

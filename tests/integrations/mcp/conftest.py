@@ -19,6 +19,7 @@ import pytest
 from mcp import Client as McpClient
 from mcp import StdioServerParameters, types
 from mcp.client.streamable_http import create_mcp_http_client, streamable_http_client
+from tests.support.fork_server import Forked, start
 from tests.support.governed import POLICY
 
 from carrel.client import Client
@@ -43,7 +44,7 @@ class Ground:
         return {**kept, "CARREL_DATA_DIR": str(self.directory)}
 
 
-def _ended(process: subprocess.Popen[Any]) -> None:
+def _ended(process: Forked | subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(30)
@@ -53,13 +54,13 @@ def _ended(process: subprocess.Popen[Any]) -> None:
 
 
 @pytest.fixture(scope="session")
-def ground(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+def ground(tmp_path_factory: pytest.TempPathFactory, carrel_forks: None) -> Iterator[Ground]:
     directory = tmp_path_factory.mktemp("mcp") / "data"
     environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
     log = directory.parent / "server.log"
     with log.open("ab") as output:
         command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(directory)]
-        server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        server = start(command, env=environment, stdout=output, stderr=output)
     deadline = time.monotonic() + 90
     try:
         while not (directory / "server.json").exists():
