@@ -84,6 +84,12 @@ async def _close(house: House, kept: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="session")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of bundles: the supervisor's bundle is made in it once."""
+    return tmp_path_factory.mktemp("bundles")
+
+
+@pytest.fixture(scope="session")
 def houses() -> Iterator[dict[str, House]]:
     """A zygote for each kind of provider that all tests share: one sandbox keeps it from ending."""
     found, kept = {}, {}

@@ -29,6 +29,7 @@ _FICLONE = 0x40049409
 _FICLONERANGE = 0x4020940D
 _IPC_RMID = 0
 _DIRTY, _IN_WRITEBACK = 1, 2
+_PR_SET_DUMPABLE = 4
 _WHOLE_FILE = (ctypes.c_uint64 * 2)(0, 0)
 _RANGE_WAIT_BEFORE, _RANGE_WRITE, _RANGE_WAIT_AFTER = 1, 2, 4
 _ATTEMPTS = 500
@@ -252,6 +253,14 @@ def system_call(name: str, number: int, *args: int | bytes | None) -> int:
 def prctl(option: int, value: int) -> None:
     """Set an attribute of this process."""
     call("prctl", option, value, 0, 0, 0, name=f"prctl {option}")
+
+
+def hide_from_children() -> int:
+    """Keep child processes from tracing this one; return a descriptor that still sets its OOM score."""
+    prctl(_PR_SET_DUMPABLE, 1)  # the owner of /proc/self follows it
+    descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+    prctl(_PR_SET_DUMPABLE, 0)
+    return descriptor
 
 
 def capabilities(number: int, header: bytes) -> bytes:
