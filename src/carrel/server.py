@@ -242,10 +242,11 @@ async def running(
 
 def local_host_report() -> HostReport:
     """Report the capabilities of this host without a server. Nothing is started or written."""
-    report = host_report(open_providers("/", "/", allow_process=False))
-    checks = [*report.checks, disk_quota()]
+    settings = Settings()
     with suppress(CarrelError):  # `serve` reports invalid settings
-        checks.append(retention(load().workspace_ttl_days))
+        settings = load()
+    report = host_report(open_providers("/", "/", allow_process=False, docker=settings.docker.socket, bundles="/"))
+    checks = [*report.checks, disk_quota(), retention(settings.workspace_ttl_days)]
     return report.model_copy(update={"checks": checks})
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.support.images import image
 
 from carrel.providers.base import Capability, Handle, Launch, Provider
+from carrel.providers.docker import DockerProvider
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 from carrel.testing import CHECKS, Harness, run, run_check, workspaces_in
@@ -52,18 +53,26 @@ def pytest_generate_tests(metafunc):
     if "check" in metafunc.fixturenames and "harness" in metafunc.fixturenames:
         every = metafunc.config.getoption("--on-image")
         pairs = [(check, kind) for check in CHECKS for kind in PROVIDERS]
+        pairs += [(check, "docker") for check in CHECKS]
         pairs += [(check, "namespace image") for check in CHECKS if every or check.name in ON_IMAGE]
         metafunc.parametrize(("check", "harness"), pairs, indirect=["harness"], ids=[f"{a.name}-{b}" for a, b in pairs])
 
 
 @pytest.fixture
-async def harness(request, directories, shelf, debian_root):
+async def harness(request, directories, shelf, debian_root, bundles):
     run_dir, workspaces = directories
     shared = {"/envs": shelf.path}
     kind, _, on_image = request.param.partition(" ")
     images_dir = str(debian_root.parent)
+
+    def provider() -> Provider:
+        if kind == "docker":
+            socket = request.getfixturevalue("docker").socket
+            return DockerProvider(run_dir, str(bundles), socket_path=socket, shared=shared, images=images_dir)
+        return PROVIDERS[kind](run_dir, workspaces, shared, folder_roots=(workspaces,), images=images_dir)
+
     harness = Harness(
-        lambda: PROVIDERS[kind](run_dir, workspaces, shared, folder_roots=(workspaces,), images=images_dir),
+        provider,
         workspaces_in(workspaces),
         images_dir,
         image(debian_root) if on_image else None,

@@ -36,6 +36,13 @@ _ROOT, _SOURCES, _LOCK, _DRAFT = "root", "sources.json", ".lock", "draft-"
 _INTERPRETER, _LIBRARIES, _LOADER = "bin/python3", "lib", "lib/ld.so"
 _PRELOADED = b"/etc/ld.so.preload\0"
 _NOT_PRELOADED = f"{BUNDLE}/none".encode().ljust(len(_PRELOADED), b"\0")
+NAMES = {"/etc/hosts": rootfs.HOSTS, "/etc/hostname": "carrel\n", "/etc/resolv.conf": ""}
+"""Files of the bundle that belong at these paths in a sandbox, whatever its image has. There is no name server."""
+_PLAN = (
+    rootfs.EmptyDirectory("/etc"),
+    *rootfs.OWN_PLAN,
+    *(rootfs.TextFile(path, text) for path, text in NAMES.items()),
+)
 _PROGRAM = Path(__file__).with_name("bundle_parts.py")
 
 Source = tuple[str, int, int]
@@ -131,7 +138,7 @@ def _build(directory: str) -> SupervisorBundle:
         for name, path in parts.extensions.items():
             _copy(path, f"{root}/{name}")
         _take_loader(root, parts.loader[0])
-        rootfs.apply_plan((rootfs.EmptyDirectory("/etc"), *rootfs.OWN_PLAN), root)
+        rootfs.apply_plan(_PLAN, root)
         _make_read_only(root)
         digest, size, files = _measure(root)
         made_from = {"format": _format(), "files": [_source(path) for path in parts.paths]}
@@ -243,5 +250,5 @@ def _source(path: str) -> Source:
 
 def _format() -> str:
     """Return a hash of what a bundle depends on besides the files that it lists."""
-    facts = (FORMAT, os.path.realpath(sys.executable), _search(), repr(rootfs.OWN_PLAN), _PROGRAM.read_bytes())
+    facts = (FORMAT, os.path.realpath(sys.executable), _search(), repr(_PLAN), _PROGRAM.read_bytes())
     return hashlib.sha256(repr(facts).encode()).hexdigest()

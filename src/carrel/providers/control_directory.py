@@ -9,6 +9,7 @@ it. So the socket is the identity of the sandbox.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import socket
@@ -88,8 +89,12 @@ class ControlDirectory:
         remove_tree(self.path)
 
 
-def facts_of(launch: Launch, *, uid: int, gid: int, secrets: bool, user: str = "") -> dict[str, Any]:
-    """Return the facts of a sandbox for its supervisor. `user` is the name of the agent in its image."""
+def facts_of(
+    launch: Launch, *, uid: int, gid: int, secrets: bool, user: str = "", seccomp: bytes = b""
+) -> dict[str, Any]:
+    """Return the facts of a sandbox for its supervisor. `user` is the name of the agent in its image; `seccomp` is a
+    filter of system calls besides that of the runtime.
+    """
     image = launch.image
     return {
         "socket": f"{CONTROL}/{_PRIVATE}/{_SOCKET}",
@@ -105,6 +110,7 @@ def facts_of(launch: Launch, *, uid: int, gid: int, secrets: bool, user: str = "
         "env": dict(launch.env),
         "memory_mb": launch.memory_mb,
         "largest_file": None if launch.disk_mb is None else launch.disk_mb << 20,
+        "seccomp": base64.b64encode(seccomp).decode(),
         "trust": launch.trust,
         "image": None
         if image is None

@@ -9,6 +9,7 @@ reason why not, before any code of an agent runs.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import resource
@@ -46,7 +47,8 @@ class ProgramFacts:
 
     `socket` is where to listen for the server; `report` is the socket of the server that waits for `ready`. `secrets`
     is a directory that the agent sees elsewhere and cannot change; empty where there is none. `network` is `none`,
-    `allowlist` or `direct`. With an allow list, `egress` is the socket behind the port of the proxy.
+    `allowlist` or `direct`. With an allow list, `egress` is the socket behind the port of the proxy. `seccomp` is a
+    filter of system calls in base64, besides that of the runtime.
     """
 
     socket: str
@@ -63,6 +65,7 @@ class ProgramFacts:
     memory_mb: int | None = None
     open_files: int = 8192
     largest_file: int | None = None
+    seccomp: str = ""
     trust: bool = False
     image: Mapping[str, Any] | None = None
 
@@ -125,6 +128,7 @@ def main(arguments: list[str]) -> None:
             None if facts.image is None else ProgramImage(**facts.image),
         )
         os.chdir("/")
+        libc.hide_arguments()
         app.serve(details, prepared, set())
         report.sendall(READY)
         report.close()
@@ -168,6 +172,8 @@ def become_agent(facts: ProgramFacts) -> None:
         os.setresgid(facts.gid, facts.gid, facts.gid)
         os.setresuid(facts.uid, facts.uid, facts.uid)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if facts.seccomp:
+        libc.filter_system_calls(base64.b64decode(facts.seccomp))
     libc.call("capset", _CAPABILITY_HEADER, _NO_CAPABILITIES)
     if os.getresuid() != (facts.uid,) * 3 or os.getresgid() != (facts.gid,) * 3:
         raise OSError("the supervisor could not become the user of the agent")
