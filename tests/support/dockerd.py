@@ -8,6 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from carrel.providers.docker.engine import probe
@@ -66,9 +67,20 @@ class DockerDaemon:
         for mount in self._mounts():
             subprocess.run(["umount", mount], check=False)
         shutil.rmtree(self.place)
+        with suppress(OSError):  # where the shims of containerd have their sockets; another daemon may use it too
+            os.rmdir("/run/containerd/s")
+            os.rmdir("/run/containerd")
         for group in Path("/sys/fs/cgroup").glob(f"**/{self._group}"):
             group.rmdir()
 
     def _mounts(self) -> list[str]:
         points = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
         return sorted((point for point in points if point.startswith(str(self.place))), reverse=True)
+
+    def objects(self) -> list[str]:
+        """The containers and volumes of this daemon, by their ids and names."""
+        found = []
+        for kind in ("container", "volume"):
+            words = ["docker", "--host", f"unix://{self.socket}", kind, "ls", "-q", *(["-a"] * (kind == "container"))]
+            found += subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+        return found

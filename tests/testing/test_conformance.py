@@ -48,12 +48,23 @@ ON_IMAGE = {
 }  # fmt: skip
 """Checks that are also made in a sandbox that runs from an image: its root matters for them."""
 
+ON_DOCKER_IMAGE = {"command_environment", "files_are_isolated"}
+NOT_ON_DOCKER = {
+    "background_and_signal", "binary_output", "command_ended_by_a_signal", "command_input", "command_not_found",
+    "command_result", "commands_side_by_side", "deadline_ends_the_tree", "files_round_trip", "output_cap",
+    "starts_and_is_alive", "handle_is_json", "removal_may_be_repeated", "many_at_once",
+}  # fmt: skip
+"""Checks of what the supervisor alone does, or other checks do too. A container costs a second of CPU time, so these
+are made in Docker only with `--on-image`.
+"""
+
 
 def pytest_generate_tests(metafunc):
     if "check" in metafunc.fixturenames and "harness" in metafunc.fixturenames:
         every = metafunc.config.getoption("--on-image")
         pairs = [(check, kind) for check in CHECKS for kind in PROVIDERS]
-        pairs += [(check, "docker") for check in CHECKS]
+        pairs += [(check, "docker") for check in CHECKS if every or check.name not in NOT_ON_DOCKER]
+        pairs += [(check, "docker image") for check in CHECKS if every or check.name in ON_DOCKER_IMAGE]
         pairs += [(check, "namespace image") for check in CHECKS if every or check.name in ON_IMAGE]
         metafunc.parametrize(("check", "harness"), pairs, indirect=["harness"], ids=[f"{a.name}-{b}" for a, b in pairs])
 
@@ -88,7 +99,7 @@ async def test_promise(check, harness):
     assert outcome.kept, f"{check.promise}\n{outcome.failure}"
 
 
-def test_known_gaps_of_each_provider(directories):
+def test_known_gaps_of_each_provider(directories, docker):
     gaps = {
         name: sorted({gap for check in CHECKS for gap in check.gaps(kind(*directories))})
         for name, kind in PROVIDERS.items()
@@ -99,6 +110,15 @@ def test_known_gaps_of_each_provider(directories):
         Capability.IMAGES,  # where the provider has no directory for them
         Capability.LIMIT_CPUS,
         Capability.NETWORK_ALLOWLIST,
+        Capability.NETWORK_BRIDGE,
+        Capability.NETWORK_HOST,
+    }
+    docker = DockerProvider(*directories, socket_path=docker.socket)
+    assert {gap for check in CHECKS for gap in check.gaps(docker)} == {
+        Capability.ENVIRONMENTS,  # where the server shares none
+        Capability.IMAGES,  # where the provider has no directory for them
+        Capability.FOLDERS,
+        Capability.MASKS,
         Capability.NETWORK_BRIDGE,
         Capability.NETWORK_HOST,
     }

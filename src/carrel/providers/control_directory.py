@@ -12,12 +12,15 @@ import asyncio
 import base64
 import json
 import os
+import resource
 import socket
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from carrel.errors import PlatformError
+from carrel.isolation.budgets import LIMITS
 from carrel.isolation.inside import CONTROL, HOME, PROXY_PORT, WORKSPACE
+from carrel.isolation.sandbox import OPEN_FILES
 from carrel.models import Network
 from carrel.primitives.trees import remove_tree
 from carrel.providers.base import Launch
@@ -109,7 +112,7 @@ def facts_of(
         "proxy_port": PROXY_PORT,
         "env": dict(launch.env),
         "memory_mb": launch.memory_mb,
-        "largest_file": None if launch.disk_mb is None else launch.disk_mb << 20,
+        "limits": _limits(launch),
         "seccomp": base64.b64encode(seccomp).decode(),
         "trust": launch.trust,
         "image": None
@@ -120,6 +123,13 @@ def facts_of(
             "working_directory": image.working_directory,
         },
     }
+
+
+def _limits(launch: Launch) -> dict[str, int]:
+    """Return the resource limits by their names. The kernel counts processes per user, whom other sandboxes share."""
+    names = {number: name for name, number in vars(resource).items() if name.startswith("RLIMIT_")}
+    limits = {names[number]: value for number, value in LIMITS.items()} | {"RLIMIT_NOFILE": OPEN_FILES}
+    return limits if launch.disk_mb is None else limits | {"RLIMIT_FSIZE": launch.disk_mb << 20}
 
 
 def _network(network: Network) -> str:

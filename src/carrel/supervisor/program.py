@@ -13,6 +13,7 @@ import base64
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ MOST_FACTS = 1024 * 1024
 """The most bytes of the facts."""
 BACKLOG, PROXY_BACKLOG = 128, 4096
 READY = b"ready"
-_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 24, 36, 38
 _CAPABILITY_HEADER = b"\x22\x05\x08\x20" + bytes(4)
 _NO_CAPABILITIES = bytes(24)
 
@@ -47,8 +48,8 @@ class ProgramFacts:
 
     `socket` is where to listen for the server; `report` is the socket of the server that waits for `ready`. `secrets`
     is a directory that the agent sees elsewhere and cannot change; empty where there is none. `network` is `none`,
-    `allowlist` or `direct`. With an allow list, `egress` is the socket behind the port of the proxy. `seccomp` is a
-    filter of system calls in base64, besides that of the runtime.
+    `allowlist` or `direct`. With an allow list, `egress` is the socket behind the port of the proxy. `limits` are
+    resource limits by their names; `seccomp` is a filter of system calls in base64, besides that of the runtime.
     """
 
     socket: str
@@ -63,8 +64,7 @@ class ProgramFacts:
     secrets: str = ""
     env: dict[str, str] = field(default_factory=dict)
     memory_mb: int | None = None
-    open_files: int = 8192
-    largest_file: int | None = None
+    limits: dict[str, int] = field(default_factory=dict)
     seccomp: str = ""
     trust: bool = False
     image: Mapping[str, Any] | None = None
@@ -102,6 +102,7 @@ def main(arguments: list[str]) -> None:
     """Become the supervisor of this sandbox. Never returns."""
     report: socket.socket | None = None
     try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would end PID 1
         facts = read_facts(arguments[1])
         report = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         report.connect(facts.report)
@@ -164,10 +165,10 @@ def become_agent(facts: ProgramFacts) -> None:
     """Give up every privilege for good. Raises `OSError` if one is left."""
     if os.getpid() != 1:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _lower_limit(resource.RLIMIT_NOFILE, facts.open_files)
-    if facts.largest_file is not None:
-        _lower_limit(resource.RLIMIT_FSIZE, facts.largest_file)
+    for name, value in facts.limits.items():
+        _lower_limit(getattr(resource, name), value)
     if os.geteuid() == 0:
+        _drop_bounding_set()
         os.setgroups([])
         os.setresgid(facts.gid, facts.gid, facts.gid)
         os.setresuid(facts.uid, facts.uid, facts.uid)
@@ -177,6 +178,17 @@ def become_agent(facts: ProgramFacts) -> None:
     libc.call("capset", _CAPABILITY_HEADER, _NO_CAPABILITIES)
     if os.getresuid() != (facts.uid,) * 3 or os.getresgid() != (facts.gid,) * 3:
         raise OSError("the supervisor could not become the user of the agent")
+
+
+def _drop_bounding_set() -> None:
+    """Drop all capabilities from the bounding set, so that no exec could bring one back. A runtime that does not let us
+    do it has set no_new_privs, which means the same.
+    """
+    for capability in range(64):
+        try:
+            libc.prctl(_PR_CAPBSET_DROP, capability)
+        except OSError:
+            return  # the first number that the kernel does not know, or not permitted
 
 
 def _lower_limit(kind: int, value: int) -> None:

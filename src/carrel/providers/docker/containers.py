@@ -1,7 +1,7 @@
 """The container of a sandbox as a value: the body of the request that creates it. Pure: no I/O.
 
-PID 1 starts as root with two capabilities, listens in the control directory and becomes the agent, for good, before any
-code of an agent runs (see `carrel.supervisor.program`). The capabilities are those that this change needs.
+PID 1 starts as root with three capabilities, listens in the control directory and becomes the agent, for good, before
+any code of an agent runs (see `carrel.supervisor.program`). The capabilities are those that this change needs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def body(request: ContainerRequest) -> dict[str, Any]:
             "NetworkMode": "none",
             "ReadonlyRootfs": True,
             "CapDrop": ["ALL"],
-            "CapAdd": ["SETUID", "SETGID"],
+            "CapAdd": ["SETUID", "SETGID", "SETPCAP"],
             "SecurityOpt": ["no-new-privileges"],
             "IpcMode": "private",
             "Privileged": False,
@@ -97,6 +97,9 @@ def _memory_file_systems(memory_mb: int | None) -> dict[str, Any]:
         "ShmSize": max(8, scratch // 4) << 20,
         "Tmpfs": {
             "/tmp": f"rw,exec,nosuid,nodev,size={scratch}m,nr_inodes=65536,mode=1777",
+            # The host's devices and cgroups are not for agents.
+            "/sys": "rw,noexec,nosuid,nodev,size=64k,nr_inodes=16,mode=0555",
+            "/sys/fs/cgroup": "rw,noexec,nosuid,nodev,size=64k,nr_inodes=16,mode=0555",
             HOME: f"rw,exec,nosuid,nodev,size={scratch}m,nr_inodes=65536,mode=0755,{own}",
         },
     }

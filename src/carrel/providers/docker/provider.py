@@ -275,6 +275,8 @@ class DockerProvider(Provider):
             listener.close()
         self._egress.clear()
         await self._engine.close()
+        with suppress(OSError):  # it has the control directories of sandboxes that go on
+            os.rmdir(self._folder)
 
     # names
 
