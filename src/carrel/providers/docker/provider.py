@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -189,8 +189,8 @@ class DockerProvider(Provider):
         name = self._name(request.launch.id)
         with control.await_report() as report:
             try:
-                await self._engine.post("/containers/create", containers.body(request), name=name)
-                await self._engine.post(f"/containers/{name}/start")
+                await _to_its_end(self._engine.post("/containers/create", containers.body(request), name=name))
+                await _to_its_end(self._engine.post(f"/containers/{name}/start"))
             except EngineRefusal as refusal:
                 raise PlatformError(f"sandbox {request.launch.id} could not be started: {refusal.detail}") from refusal
             await report_of(report, self._end_of(name))
@@ -291,6 +291,17 @@ class DockerProvider(Provider):
 
     def _control(self, id: str) -> ControlDirectory:
         return ControlDirectory(os.path.join(self._folder, self._key(id)))
+
+
+async def _to_its_end(request: Coroutine[Any, Any, object]) -> None:
+    """Wait for a request also when the caller is cancelled: the daemon would complete it after the clean-up."""
+    task = asyncio.ensure_future(request)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        task.exception()  # whether it failed does not matter any more
+        raise
 
 
 def _look_at(path: str) -> tuple[str | None, dict[str, Any]]:
