@@ -40,6 +40,8 @@ class ProgramImage:
     user: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     working_directory: str = ""
+    writable: bool = False
+    home: str = ""
 
 
 @dataclass(frozen=True)
