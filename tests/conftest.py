@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from tests.support import dockerd
+from tests.support.dockerd import DockerDaemon
 from tests.support.fork_server import CARREL, EGRESS, ZYGOTE, Subprocess, forking
 from tests.support.images import debian
 from tests.support.postgres import Postgres
@@ -81,6 +83,22 @@ async def _close(house: House, kept: dict[str, Any]) -> None:
     provider = house.another_provider()
     await provider.remove(kept["handle"])
     await provider.close()
+
+
+@pytest.fixture(scope="session")
+def docker() -> Iterator[DockerDaemon]:
+    """One Docker daemon for the whole run, on a socket of its own."""
+    if (missing := dockerd.missing()) is not None:
+        pytest.skip(missing)
+    daemon = DockerDaemon()
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture(scope="session")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of bundles: the supervisor's bundle is made in it once."""
+    return tmp_path_factory.mktemp("bundles")
 
 
 @pytest.fixture(scope="session")

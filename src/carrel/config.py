@@ -307,6 +307,17 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(name.strip().lower() for name in text.split(",") if name.strip())
 
 
+class DockerSettings(_Group):
+    """The provider `docker`: sandboxes as containers of a Docker daemon, or of podman's compatible service."""
+
+    socket: str = Field(
+        default="/var/run/docker.sock",
+        pattern=r"^/",
+        max_length=107,
+        description="the Unix socket of the daemon, for example `/run/podman/podman.sock`",
+    )
+
+
 class McpSettings(_Group):
     """MCP servers of contexts."""
 
@@ -416,6 +427,7 @@ class Settings(_Group):
     egress: EgressSettings = Field(default_factory=EgressSettings)
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
     images: ImageSettings = Field(default_factory=ImageSettings)
+    docker: DockerSettings = Field(default_factory=DockerSettings)
     router: RouterSettings = Field(default_factory=RouterSettings)
     mcp: McpSettings = Field(default_factory=McpSettings)
     checkpoints: CheckpointSettings = Field(default_factory=CheckpointSettings)

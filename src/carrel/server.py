@@ -35,6 +35,7 @@ from carrel.primitives.atomic import write_file
 from carrel.primitives.imports import importing
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
+from carrel.providers.bundle import SupervisorBundle, bundles_of, provide
 from carrel.providers.doctor import host_report
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes.doctor import disk_quota, retention
@@ -241,11 +242,17 @@ async def running(
 
 def local_host_report() -> HostReport:
     """Report the capabilities of this host without a server. Nothing is started or written."""
-    report = host_report(open_providers("/", "/", allow_process=False))
-    checks = [*report.checks, disk_quota()]
+    settings = Settings()
     with suppress(CarrelError):  # `serve` reports invalid settings
-        checks.append(retention(load().workspace_ttl_days))
+        settings = load()
+    report = host_report(open_providers("/", "/", allow_process=False, docker=settings.docker.socket, bundles="/"))
+    checks = [*report.checks, disk_quota(), retention(settings.workspace_ttl_days)]
     return report.model_copy(update={"checks": checks})
+
+
+def make_bundle(settings: Settings) -> SupervisorBundle:
+    """Make the supervisor's bundle in the data directory, or return the one that is there. Needs no server."""
+    return provide(bundles_of(settings.data_dir))
 
 
 def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None = None) -> Rekeyed:

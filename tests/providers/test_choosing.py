@@ -97,3 +97,17 @@ def test_nothing_weaker_than_the_trust_allows_is_ever_chosen() -> None:
 def test_the_process_provider_is_there_only_when_allowed() -> None:
     assert list(open_providers("/run", "/ws", allow_process=False)) == ["namespace"]
     assert list(open_providers("/run", "/ws", allow_process=True)) == ["namespace", "process"]
+
+
+def test_docker_is_taken_by_name_and_by_auto_only_where_there_are_no_namespaces(tmp_path):
+    known = open_providers(
+        str(tmp_path), str(tmp_path), allow_process=True, docker=str(tmp_path / "none.sock"), bundles=str(tmp_path)
+    )
+    assert list(known) == ["namespace", "docker", "process"]
+    with pytest.raises(ProviderUnavailable, match="CARREL_DOCKER_SOCKET"):
+        choose(known, "docker", Trust.MEDIUM)
+    both = host(Known("namespace", 1), Known("docker", 1))
+    assert choose(both, "auto", Trust.MEDIUM).name == "namespace"
+    assert choose(host(Known("namespace", 1, there=False), Known("docker", 1)), "auto", Trust.MEDIUM).name == "docker"
+    with pytest.raises(Unsupported):
+        choose(both, "docker", Trust.LOW)

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from tests.support import images
 from tests.support.attacks import answer, words
+from tests.support.dockerd import DockerDaemon
 from tests.support.masks_ground import Hold, holding
 from tests.support.nesting import give
 from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
@@ -49,6 +50,16 @@ they share one sandbox, as far as they need none of their own.
 NOT_SHARED = ("test_termination",)
 MASKS_ON_IMAGE = ("test_masks", "test_readonly")
 """Modules whose masked sandboxes are also made from an image, as root."""
+ON_DOCKER = dict.fromkeys(("test_privileges", "test_mounts", "test_network", "test_processes"), "root in Docker")
+"""Modules whose attacks are also made from a container of Docker."""
+GAPS_OF_DOCKER = {
+    "test_mount_propagation": "mounts that the daemon makes in its own directories would appear in the root",
+    "test_mounts_are_confined": "mounts lack nosuid and nodev: no_new_privs and the device cgroup hold instead",
+    "test_devices_in_sight": "there is a /dev/mqueue, of the container's own",
+    "test_sys": "there is an empty directory /sys/fs",
+    "test_control_socket_in_sight": "the name of the supervisor's socket is visible; nobody inside may connect to it",
+}
+"""Attacks that bring evidence in Docker, and why that is no breach. `SECURITY.md` names them."""
 IMAGE = "attacked:1"
 
 # things of the host
@@ -166,6 +177,9 @@ def _listen(listeners: dict[str, socket.socket], stopped: socket.socket, canarie
 
 # servers
 
+_CONTAINERS: dict[str, Sandbox] = {}
+"""By their networks: the containers that attackers in Docker share. Each takes a second to start."""
+
 
 @pytest.fixture(scope="session")
 def serve() -> Callable[..., contextlib.AbstractContextManager[Server]]:
@@ -179,6 +193,16 @@ def root_server() -> Iterator[Server]:
         pytest.skip("the server as root: the tests do not run as root")
     with serving(user=False, options=FOLDERS) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def docker_server(docker: DockerDaemon) -> Iterator[Server]:
+    """A server as root whose sandboxes are containers."""
+    with serving(user=False, options={"sandbox.provider": "docker", "docker.socket": docker.socket}) as server:
+        for network in ("none", "allowlist"):
+            _CONTAINERS[network] = server.client.sandbox(network=network)
+        yield server
+        _CONTAINERS.clear()
 
 
 @pytest.fixture(scope="session")
@@ -246,7 +270,9 @@ class Attacker:
     @property
     def box(self) -> Sandbox:
         """The attacker's own sandbox, or the one that attackers share."""
-        if self._box is None and self._sharing:
+        if self._box is None and self._sharing and self.setting == "root in Docker":
+            self._box = _CONTAINERS[self.network or "none"]
+        elif self._box is None and self._sharing:
             if self.server.pid not in _SHARED:
                 _SHARED[self.server.pid] = self.server.client.sandbox(image=IMAGE)
             self._box = _SHARED[self.server.pid]
@@ -356,10 +382,12 @@ def stock(server: Server, request: pytest.FixtureRequest) -> str:
 
 
 def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
-    server = request.getfixturevalue("root_server" if setting.startswith("root") else "user_server")
+    kind = "docker" if setting == "root in Docker" else "root" if setting.startswith("root") else "user"
+    server = request.getfixturevalue(f"{kind}_server")
     on_image = setting.endswith("on an image")
     own = request.config.getoption("--on-image") or request.module.__name__.endswith(NOT_SHARED)
-    attacker = Attacker(setting, server, host, sharing=on_image and not own)
+    own = own or request.function.__name__ == "test_bound_sockets"  # other attacks leave ended connections
+    attacker = Attacker(setting, server, host, sharing=(on_image or kind == "docker") and not own)
     if on_image:
         stock(server, request)
     try:
@@ -372,9 +400,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The settings of attacks: those of a few modules are also made in a folder of the host."""
     more = [
         setting
-        for table in (IN_FOLDERS, ON_IMAGE)
+        for table in (IN_FOLDERS, ON_IMAGE, ON_DOCKER)
         for name, setting in table.items()
         if metafunc.module.__name__.endswith(name)
+        and not (setting == "root in Docker" and metafunc.function.__name__ in GAPS_OF_DOCKER)
     ]
     if metafunc.config.getoption("--on-image"):
         more = ["root on an image", "user on an image"]

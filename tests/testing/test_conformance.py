@@ -10,6 +10,7 @@ import pytest
 from tests.support.images import image
 
 from carrel.providers.base import Capability, Handle, Launch, Provider
+from carrel.providers.docker import DockerProvider
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 from carrel.testing import CHECKS, Harness, run, run_check, workspaces_in
@@ -47,23 +48,42 @@ ON_IMAGE = {
 }  # fmt: skip
 """Checks that are also made in a sandbox that runs from an image: its root matters for them."""
 
+ON_DOCKER_IMAGE = {"command_environment", "files_are_isolated"}
+NOT_ON_DOCKER = {
+    "background_and_signal", "binary_output", "command_ended_by_a_signal", "command_input", "command_not_found",
+    "command_result", "commands_side_by_side", "deadline_ends_the_tree", "files_round_trip", "output_cap",
+    "starts_and_is_alive", "handle_is_json", "removal_may_be_repeated", "many_at_once",
+}  # fmt: skip
+"""Checks of what the supervisor alone does, or other checks do too. A container costs a second of CPU time, so these
+are made in Docker only with `--on-image`.
+"""
+
 
 def pytest_generate_tests(metafunc):
     if "check" in metafunc.fixturenames and "harness" in metafunc.fixturenames:
         every = metafunc.config.getoption("--on-image")
         pairs = [(check, kind) for check in CHECKS for kind in PROVIDERS]
+        pairs += [(check, "docker") for check in CHECKS if every or check.name not in NOT_ON_DOCKER]
+        pairs += [(check, "docker image") for check in CHECKS if every or check.name in ON_DOCKER_IMAGE]
         pairs += [(check, "namespace image") for check in CHECKS if every or check.name in ON_IMAGE]
         metafunc.parametrize(("check", "harness"), pairs, indirect=["harness"], ids=[f"{a.name}-{b}" for a, b in pairs])
 
 
 @pytest.fixture
-async def harness(request, directories, shelf, debian_root):
+async def harness(request, directories, shelf, debian_root, bundles):
     run_dir, workspaces = directories
     shared = {"/envs": shelf.path}
     kind, _, on_image = request.param.partition(" ")
     images_dir = str(debian_root.parent)
+
+    def provider() -> Provider:
+        if kind == "docker":
+            socket = request.getfixturevalue("docker").socket
+            return DockerProvider(run_dir, str(bundles), socket_path=socket, shared=shared, images=images_dir)
+        return PROVIDERS[kind](run_dir, workspaces, shared, folder_roots=(workspaces,), images=images_dir)
+
     harness = Harness(
-        lambda: PROVIDERS[kind](run_dir, workspaces, shared, folder_roots=(workspaces,), images=images_dir),
+        provider,
         workspaces_in(workspaces),
         images_dir,
         image(debian_root) if on_image else None,
@@ -79,7 +99,7 @@ async def test_promise(check, harness):
     assert outcome.kept, f"{check.promise}\n{outcome.failure}"
 
 
-def test_known_gaps_of_each_provider(directories):
+def test_known_gaps_of_each_provider(directories, docker):
     gaps = {
         name: sorted({gap for check in CHECKS for gap in check.gaps(kind(*directories))})
         for name, kind in PROVIDERS.items()
@@ -90,6 +110,15 @@ def test_known_gaps_of_each_provider(directories):
         Capability.IMAGES,  # where the provider has no directory for them
         Capability.LIMIT_CPUS,
         Capability.NETWORK_ALLOWLIST,
+        Capability.NETWORK_BRIDGE,
+        Capability.NETWORK_HOST,
+    }
+    docker = DockerProvider(*directories, socket_path=docker.socket)
+    assert {gap for check in CHECKS for gap in check.gaps(docker)} == {
+        Capability.ENVIRONMENTS,  # where the server shares none
+        Capability.IMAGES,  # where the provider has no directory for them
+        Capability.FOLDERS,
+        Capability.MASKS,
         Capability.NETWORK_BRIDGE,
         Capability.NETWORK_HOST,
     }

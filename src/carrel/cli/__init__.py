@@ -10,6 +10,7 @@ from typing import NoReturn
 _EXTRAS = {
     "agent": "a2a",
     "audit": "server",
+    "bundle": "server",
     "doctor": "server",
     "here": "server",
     "mcp": "mcp",

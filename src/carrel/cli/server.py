@@ -1,4 +1,4 @@
-"""`serve`, `doctor` and `version`: start the server, check this host, print the version."""
+"""`serve`, `doctor`, `bundle` and `version`: start the server, check this host, make its bundle, print the version."""
 
 from __future__ import annotations
 
@@ -102,6 +102,29 @@ def _show(report: HostReport) -> None:
         details = provider.reason or ", ".join(provider.capabilities)
         rows.append([name, str(provider.isolation_level), state, details])
     print_table(["PROVIDER", "ISOLATION", "STATUS", "CAN ENFORCE, OR LACKS"], rows, wrap=True)
+
+
+def bundle(
+    data_dir: Annotated[Path | None, typer.Option(help="The server's data directory.")] = None,
+    json: options.Json = False,
+) -> None:
+    """Make the supervisor's bundle for containers, if it is not there yet, and print its path. Needs no server.
+
+    A server makes it by itself when it first needs it. The same installation makes the same bundle.
+
+    \b
+    carrel bundle
+    carrel bundle --json | jq -r .digest
+    """
+    with importing():
+        from carrel import config as settings
+        from carrel.server import make_bundle
+
+    made = make_bundle(settings.load({} if data_dir is None else {"data_dir": str(data_dir)}))
+    if json:
+        print_json({"path": made.path, "digest": made.digest, "bytes": made.size, "files": made.files})
+    else:
+        print(made.path)
 
 
 def version(json: options.Json = False) -> None:

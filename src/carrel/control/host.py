@@ -19,6 +19,7 @@ from carrel.isolation.inside import ENVIRONMENTS
 from carrel.isolation.tools import shared_tools
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
+from carrel.providers.bundle import bundles_of
 from carrel.workspaces.environments import EnvironmentStorage
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes import VolumeDriver, open_driver
@@ -67,6 +68,8 @@ class HostParts:
                     shared=shared,
                     folder_roots=settings.sandbox.folder_root_paths,
                     images=images.directory,
+                    docker=settings.docker.socket,
+                    bundles=bundles_of(layout.data_dir),
                 )
             return cls(layout, driver, storage, images, providers)
         except BaseException:

@@ -131,6 +131,8 @@ class EgressProxy:
         plan = EgressPlan.from_memory_file(fds.pop(0))
         known = self._gateways.get(plan.sandbox)
         if known is not None:
+            if fds:  # a server after a restart may have made another
+                known[0].listen_on(socket.socket(fileno=fds.pop(0)))
             self._replan(known[1], plan)
             return
         listener = socket.socket(fileno=fds.pop(0))

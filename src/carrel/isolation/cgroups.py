@@ -228,19 +228,7 @@ class Cgroups:
         if "memory" not in self._directories:
             return {}
         version, directory = self._directories["memory"]
-        current, events = (
-            ("memory.current", "memory.events") if version == 2 else ("memory.usage_in_bytes", "memory.oom_control")
-        )
-        answer: dict[str, int] = {}
-        try:
-            answer["memory_bytes"] = int(read(f"{group}/{current}", dir_fd=directory))
-            for line in read(f"{group}/{events}", dir_fd=directory).decode().splitlines():
-                key, _, value = line.partition(" ")
-                if key == "oom_kill":
-                    answer["oom_kills"] = int(value)
-        except (OSError, ValueError):
-            pass
-        return answer
+        return _usage(version, group, directory)
 
     def close(self) -> None:
         """Remove our own directories. Those with living groups stay until the next sweep."""
@@ -254,6 +242,38 @@ class Cgroups:
                 pass
             os.close(parent)
         self._parents.clear()
+
+
+def usage_of(pid: int) -> dict[str, int]:
+    """Return `memory_bytes` and `oom_kills` of the group that a process is in, as far as they are known."""
+    try:
+        with open(f"/proc/{pid}/cgroup", encoding="utf-8") as file:
+            lines = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return {}
+    places = {name: place for _, names, place in lines for name in names.split(",")}  # version 2 has no name
+    for hierarchy in _of_this_process():
+        place = places.get("memory" if hierarchy.version == 1 else "")
+        has = "memory" in hierarchy.controllers and place is not None
+        if has and (found := _usage(hierarchy.version, f"{hierarchy.path}{place}")):
+            return found
+    return {}
+
+
+def _usage(version: int, group: str, dir_fd: int | None = None) -> dict[str, int]:
+    current, events = (
+        ("memory.current", "memory.events") if version == 2 else ("memory.usage_in_bytes", "memory.oom_control")
+    )
+    answer: dict[str, int] = {}
+    try:
+        answer["memory_bytes"] = int(read(f"{group}/{current}", dir_fd=dir_fd))
+        for line in read(f"{group}/{events}", dir_fd=dir_fd).decode().splitlines():
+            key, _, value = line.partition(" ")
+            if key == "oom_kill":
+                answer["oom_kills"] = int(value)
+    except (OSError, ValueError):
+        pass
+    return answer
 
 
 def start_time(pid: int, proc: str = "/proc") -> int:

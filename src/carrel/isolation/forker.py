@@ -556,7 +556,7 @@ class SandboxForker:
                 os.chdir(spec.workspace)
                 os.close(workspaces)
                 workspace = home = os.getcwd()
-            score = sandbox.hide_from_children()
+            score = libc.hide_from_children()
             if proxy_listener is not None and spec.network != "none":
                 proxy_listener.close()
                 proxy_listener = None

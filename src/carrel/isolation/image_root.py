@@ -48,11 +48,11 @@ _TRUST_PLAN: rootfs.Plan = (
     *(rootfs.EmptyDirectory(os.path.dirname(path)) for path in BUNDLES),
     *(rootfs.Symlink(path, CERTIFICATES) for path in BUNDLES),
 )
+FALLBACKS = {"/etc/passwd": rootfs.PASSWD, "/etc/group": rootfs.GROUP, "/etc/nsswitch.conf": rootfs.NSSWITCH}
+"""Files that a root has even if its image lacks them."""
 _BOTTOM_PLAN: rootfs.Plan = (
     rootfs.EmptyDirectory("/etc"),
-    rootfs.TextFile("/etc/passwd", rootfs.PASSWD),
-    rootfs.TextFile("/etc/group", rootfs.GROUP),
-    rootfs.TextFile("/etc/nsswitch.conf", rootfs.NSSWITCH),
+    *(rootfs.TextFile(path, text) for path, text in FALLBACKS.items()),
 )
 
 

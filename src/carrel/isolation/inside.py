@@ -9,6 +9,10 @@ ENVIRONMENTS = "/envs"
 UV = "/etc/carrel/tools/uv"
 PIP = "/etc/carrel/python/pip"
 """Paths of what the server shares with every sandbox: environments and package tools."""
+BUNDLE = "/opt/carrel"
+"""The path of the supervisor's bundle, in sandboxes whose supervisor is a program of its own."""
+CONTROL = "/run/carrel"
+"""The directory that such a supervisor shares with the server. The agent cannot list or change it."""
 UNAVAILABLE = (
     "bin", "boot", "dev", "envs", "etc", "lib", "lib32", "lib64", "libx32", "proc", "run", "sbin", "sys", "usr",
 )  # fmt: skip

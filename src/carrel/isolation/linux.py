@@ -261,11 +261,3 @@ def close_all_but(keep: set[int]) -> None:
             os.closerange(last + 1, descriptor)
         last = descriptor
     os.closerange(last + 1, 2**31 - 1)
-
-
-def hide_arguments() -> None:
-    """Overwrite the command line that `ps` shows for this process and its forks: it has paths of the host."""
-    with open("/proc/self/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    libc.write_memory(start, b"carrel"[: end - start - 1].ljust(end - start, b"\0"))

@@ -177,6 +177,33 @@ Acquire::Retries "0";
 NSSWITCH = "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nservices: files\nprotocols: files\n"
 
 
+OWN_PLAN: Plan = (
+    EmptyDirectory(os.path.dirname(NODE_PRELOAD)),
+    TextFile(NODE_PRELOAD, _NODE),
+    *(TextFile(f"{PYTHON}/{name}", text) for name, text in _PYTHON.items()),
+    TextFile(APT_CONFIG, _APT),
+    TextFile(BUILD_APT_CONFIG, _BUILD_APT),
+    EmptyDirectory(os.path.dirname(CURL_OFFLINE)),
+    *(EmptyDirectory(folder) for folder in _CURL_TEXTS),
+    *(
+        TextFile(f"{folder}/.curlrc", f'write-out = "%{{onerror}}%{{stderr}}carrel: {text}\\n"\n')
+        for folder, text in _CURL_TEXTS.items()
+    ),
+    EmptyDirectory(launchers.PLACE),
+    *(TextFile(f"{launchers.PLACE}/{name}", text, 0o755) for name, text in launchers.TEXTS.items()),
+    TextFile(launchers.MAIN_PLACE, launchers.MAIN),
+    EmptyDirectory(launchers.SHARED_PIP_PLACE),
+    EmptyDirectory(f"{launchers.SHARED_PIP_PLACE}/pip"),
+    TextFile(f"{launchers.SHARED_PIP_PLACE}/pip/__init__.py", ""),
+    TextFile(f"{launchers.SHARED_PIP_PLACE}/pip/__main__.py", launchers.SHARED_PIP),
+    EmptyDirectory(os.path.dirname(UV)),
+    TextFile(UV, ""),
+    EmptyDirectory(os.path.dirname(PIP)),
+    EmptyDirectory(PIP),
+)
+"""The files of carrel itself in every sandbox, below `/etc/carrel`, and places for the package tools."""
+
+
 def host_links(host: str = "/") -> dict[str, str | None]:
     """Return how the host lays out `/bin` and similar: the target of a symlink, or None for a real directory."""
     found: dict[str, str | None] = {}
@@ -228,28 +255,7 @@ def base_plan(links: Mapping[str, str | None], host: str = "/", names: Sequence[
         TextFile("/etc/hostname", "carrel\n"),
         TextFile("/etc/nsswitch.conf", NSSWITCH),
         TextFile("/etc/resolv.conf", ""),
-        EmptyDirectory(os.path.dirname(NODE_PRELOAD)),
-        TextFile(NODE_PRELOAD, _NODE),
-        *(TextFile(f"{PYTHON}/{name}", text) for name, text in _PYTHON.items()),
-        TextFile(APT_CONFIG, _APT),
-        TextFile(BUILD_APT_CONFIG, _BUILD_APT),
-        EmptyDirectory(os.path.dirname(CURL_OFFLINE)),
-        *(EmptyDirectory(folder) for folder in _CURL_TEXTS),
-        *(
-            TextFile(f"{folder}/.curlrc", f'write-out = "%{{onerror}}%{{stderr}}carrel: {text}\\n"\n')
-            for folder, text in _CURL_TEXTS.items()
-        ),
-        EmptyDirectory(launchers.PLACE),
-        *(TextFile(f"{launchers.PLACE}/{name}", text, 0o755) for name, text in launchers.TEXTS.items()),
-        TextFile(launchers.MAIN_PLACE, launchers.MAIN),
-        EmptyDirectory(launchers.SHARED_PIP_PLACE),
-        EmptyDirectory(f"{launchers.SHARED_PIP_PLACE}/pip"),
-        TextFile(f"{launchers.SHARED_PIP_PLACE}/pip/__init__.py", ""),
-        TextFile(f"{launchers.SHARED_PIP_PLACE}/pip/__main__.py", launchers.SHARED_PIP),
-        EmptyDirectory(os.path.dirname(UV)),
-        TextFile(UV, ""),
-        EmptyDirectory(os.path.dirname(PIP)),
-        EmptyDirectory(PIP),
+        *OWN_PLAN,
         Symlink("/etc/mtab", "/proc/self/mounts"),
     ]
     steps += [Device(f"/dev/{name}", f"/dev/{name}") for name in _DEVICES]

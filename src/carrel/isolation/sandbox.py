@@ -339,14 +339,6 @@ def _next_message(orders: socket.socket, size: int, most: int = 0) -> tuple[byte
     return message, fds
 
 
-def hide_from_children() -> int:
-    """Keep child processes from tracing this one; return a descriptor that still sets its OOM score."""
-    libc.prctl(linux.PR_SET_DUMPABLE, 1)  # the owner of /proc/self follows it
-    descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
-    libc.prctl(linux.PR_SET_DUMPABLE, 0)
-    return descriptor
-
-
 def _limit(spec: Spec) -> None:
     linux.lower_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     if spec.processes is not None:

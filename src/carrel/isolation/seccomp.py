@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from carrel.errors import PlatformError, Unsupported
-from carrel.isolation import linux
 from carrel.isolation.syscalls import TABLES
 from carrel.primitives import libc
 
@@ -371,10 +370,8 @@ def install(program: bytes) -> None:
     """Apply the program to the calling thread and all it will start, for good. Sets no_new_privs first."""
     if _NR_SECCOMP is None:
         raise PlatformError(f"there is no system call filter for {os.uname().machine}")
-    header = struct.pack("@HP", len(program) // _INSTRUCTION.size, libc.address_of(program))
     try:
-        libc.prctl(linux.PR_SET_NO_NEW_PRIVS, 1)
-        libc.system_call("seccomp", _NR_SECCOMP, _SET_MODE_FILTER, 0, header)
+        libc.filter_system_calls(program)
     except OSError as error:
         raise PlatformError(
             f"the system call filter was refused: {error.strerror}",

@@ -478,7 +478,7 @@ def main(arguments: list[str] | None = None) -> None:
         connection.recv(MAX_MESSAGE)  # an unread request would reset the connection before the reason is read
         connection.send(json.dumps({"seq": 0, "error": str(error)}).encode())
         sys.exit(1)
-    linux.hide_arguments()
+    libc.hide_arguments()
     _seal_imports()
     zygote.run()
 

@@ -29,6 +29,8 @@ _FICLONE = 0x40049409
 _FICLONERANGE = 0x4020940D
 _IPC_RMID = 0
 _DIRTY, _IN_WRITEBACK = 1, 2
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 4, 22, 38
+_SECCOMP_MODE_FILTER, _FILTER_INSTRUCTION = 2, 8
 _WHOLE_FILE = (ctypes.c_uint64 * 2)(0, 0)
 _RANGE_WAIT_BEFORE, _RANGE_WRITE, _RANGE_WAIT_AFTER = 1, 2, 4
 _ATTEMPTS = 500
@@ -252,6 +254,33 @@ def system_call(name: str, number: int, *args: int | bytes | None) -> int:
 def prctl(option: int, value: int) -> None:
     """Set an attribute of this process."""
     call("prctl", option, value, 0, 0, 0, name=f"prctl {option}")
+
+
+def hide_from_children() -> int:
+    """Keep child processes from tracing this one; return a descriptor that still sets its OOM score."""
+    prctl(_PR_SET_DUMPABLE, 1)  # the owner of /proc/self follows it
+    descriptor = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+    prctl(_PR_SET_DUMPABLE, 0)
+    return descriptor
+
+
+def filter_system_calls(program: bytes) -> None:
+    """Apply a filter program to this thread and all it will start, for good. Sets no_new_privs first."""
+    prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    header = struct.pack("@HP", len(program) // _FILTER_INSTRUCTION, address_of(program))
+    call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, header, 0, 0, name="seccomp")
+
+
+def hide_arguments() -> None:
+    """Overwrite the command line that `ps` shows for this process and its forks: it has paths that are not for them.
+
+    Where the kernel does not tell where the command line is, it stays.
+    """
+    with open("/proc/self/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    if start:
+        write_memory(start, b"carrel"[: end - start - 1].ljust(end - start, b"\0"))
 
 
 def capabilities(number: int, header: bytes) -> bytes:

@@ -30,14 +30,23 @@ def open_providers(
     zygote: ZygoteClient | None = None,
     folder_roots: Sequence[str] = (),
     images: str = "",
+    docker: str = "",
+    bundles: str = "",
 ) -> dict[str, Provider]:
-    """Return the providers of this host, strongest first; the process provider only if the operator allows it.
+    """Return the providers of this host, strongest first, and of those with one level the quickest; the process
+    provider only if the operator allows it.
 
     `shared` maps paths in every isolated sandbox to what is mounted there from the host. `zygote` is an optional
     client, with the same paths, whose namespace zygote is being started already. Folders below `folder_roots` can be
     workspaces. The roots of images are below the directory `images`; without it, no sandbox runs from an image.
+    `docker` is the socket of a Docker daemon, `bundles` the directory for the supervisor's bundle; without it, no
+    sandbox is a container.
     """
     providers: list[Provider] = [NamespaceProvider(run_dir, workspaces, shared, zygote, folder_roots, images)]
+    if docker:
+        from carrel.providers.docker import DockerProvider  # `carrel run` starts faster without it
+
+        providers.append(DockerProvider(run_dir, bundles, socket_path=docker, shared=shared, images=images))
     if allow_process:
         providers.append(ProcessProvider(run_dir, workspaces))
     return {provider.name: provider for provider in providers}

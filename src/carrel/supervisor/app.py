@@ -402,11 +402,12 @@ def _rehearse(loop: asyncio.AbstractEventLoop, router: HttpRouter) -> None:
 def main(facts: SandboxFacts, prepared: object) -> None:
     """Serve the sandbox until it is killed."""
     assert isinstance(prepared, Prepared)
-    _serve(facts, prepared, set())
+    serve(facts, prepared, set())
     prepared.loop.run_forever()
 
 
-def _serve(facts: SandboxFacts, prepared: Prepared, connections: set[asyncio.Task[None]]) -> None:
+def serve(facts: SandboxFacts, prepared: Prepared, connections: set[asyncio.Task[None]]) -> None:
+    """Take charge of the sandbox and accept connections. They are answered while the loop runs."""
     loop, supervisor = prepared.loop, prepared.supervisor
     supervisor.configure(loop, facts)
     facts.listener.setblocking(False)
@@ -456,7 +457,7 @@ def _rehearse_all(exchange: _Exchange) -> None:
         connections: set[asyncio.Task[None]] = set()
         try:
             take_over(prepared, rehearse=True)
-            _serve(facts, prepared, connections)
+            serve(facts, prepared, connections)
             prepared.loop.run_until_complete(_converse(f"{folder}/listener", exchange, connections))
             prepared.supervisor.close()
         finally:

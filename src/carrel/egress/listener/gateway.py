@@ -1,7 +1,7 @@
 """Accepts the connections of one sandbox from its listening socket, and finds out what each wants and for which target.
 
-The socket is in the sandbox's own network and is its identity. Nothing that a client sends is forwarded before it was
-checked, and a connection that fails affects no other.
+The socket is in the sandbox's own network, or a Unix socket that only this sandbox can see. It is its identity. Nothing
+that a client sends is forwarded before it was checked, and a connection that fails affects no other.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import os
 import re
 import socket
 from contextlib import suppress
@@ -49,14 +50,19 @@ Opening = Hello | int
 """The beginning of a tunnel: a TLS hello, or the size of a request's head."""
 
 
+def _configure(listener: socket.socket) -> None:
+    listener.setblocking(False)
+    if listener.family != socket.AF_UNIX:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
+        # Clients speak first: the kernel keeps a connection until bytes arrive.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(HEAD_S))
+
+
 class Gateway:
     """Accepts and serves the connections of one sandbox. Owns the listening socket."""
 
     def __init__(self, listener: socket.socket, outbound: Outbound):
-        listener.setblocking(False)
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # connections inherit it
-        # Clients speak first: the kernel keeps a connection until bytes arrive.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(HEAD_S))
+        _configure(listener)
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         prepare()
@@ -73,6 +79,19 @@ class Gateway:
         if not self._accepting and not self._closed:
             self._accepting = True
             self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def listen_on(self, listener: socket.socket) -> None:
+        """Accept on this socket from now on, not on the earlier one. Both descriptors may be of one socket."""
+        if os.fstat(listener.fileno()).st_ino == os.fstat(self._listener.fileno()).st_ino:
+            listener.close()
+            return
+        _configure(listener)
+        accepting = self._accepting
+        self._pause()
+        self._listener.close()
+        self._listener = listener
+        if accepting:
+            self.start()
 
     async def drain(self, seconds: float) -> None:
         """Accept no more connections, let the open ones run for `seconds`, then end them."""

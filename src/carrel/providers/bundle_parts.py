@@ -1,0 +1,104 @@
+"""A program that finds and makes the parts of the supervisor's bundle. `carrel.providers.bundle` runs it by its path.
+
+It runs on the interpreter that goes into the bundle, with nothing loaded but the supervisor. So the modules and
+libraries that it has when the supervisor has handled one request of each kind are those that the bundle needs. Python
+writes the same code to different bytes in processes with different histories: each run of this program has the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import json
+import os
+import re
+import struct
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImporter
+from types import ModuleType
+from typing import cast
+
+UNUSED = ("ssl", "bz2", "lzma", "_bz2", "_lzma")
+"""Modules that others import if they are there. The supervisor does not need them, and their libraries are large."""
+_UNCHECKED_HASH = 1
+_LOADER = re.compile(r"ld-[^/]*\.so(\.\d+)*")
+
+
+def main(output: str, place: str, *search: str) -> None:
+    """Write the compiled modules to the directory `output`, as they will be at `place`; print the other parts as JSON.
+
+    `search` are the directories of carrel and of the packages that the supervisor needs.
+    """
+    sys.dont_write_bytecode = True
+    for name in UNUSED:
+        sys.modules[name] = cast(ModuleType, None)
+    sys.path += search
+    importlib.import_module("carrel.supervisor.program")
+    importlib.import_module("carrel.supervisor.app").warm()
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    library = f"{sys.platlibdir}/{version}"
+    os.makedirs(f"{output}/{library}/lib-dynload")  # by this directory the interpreter finds its extensions
+    extensions: dict[str, str] = {}
+    sources: list[str] = []
+    for name, module in sorted(sys.modules.items()):
+        spec = getattr(module, "__spec__", None)
+        if spec is None or spec.loader in {BuiltinImporter, FrozenImporter} or name == "__main__":
+            continue
+        path, relative = spec.origin, name.replace(".", "/")
+        if spec.submodule_search_locations is not None:
+            relative += "/__init__"
+        if path and path.endswith(tuple(EXTENSION_SUFFIXES)):
+            extensions[f"{library}/{os.path.dirname(relative)}/{os.path.basename(path)}".replace("//", "/")] = path
+        elif path and path.endswith(".py"):
+            sources.append(path)
+            _compile(path, f"{library}/{relative}", output, place)
+    landmark = os.__file__  # by this file the interpreter finds its library
+    sources.append(landmark)
+    _compile(landmark, f"{library}/os", output, place)
+    libraries = {os.path.basename(each): each for each in _libraries() if each not in extensions.values()}
+    found = {
+        "interpreter": os.readlink("/proc/self/exe"),
+        "loader": [name for name in libraries if _LOADER.fullmatch(name)],
+        "libraries": libraries,
+        "extensions": extensions,
+        "sources": sources,
+    }
+    print(json.dumps(found))  # noqa: T201 - the answer to the parent
+
+
+def _compile(path: str, relative: str, output: str, place: str) -> None:
+    with open(path, "rb") as file:
+        source = file.read()
+    code = compile(source, f"{place}/{relative}.py", "exec", dont_inherit=True)
+    target = os.path.join(output, f"{relative}.pyc")
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    marshal = importlib.import_module("marshal")
+    with open(target, "wb") as file:
+        file.write(importlib.util.MAGIC_NUMBER + struct.pack("<I", _UNCHECKED_HASH))
+        file.write(importlib.util.source_hash(source) + marshal.dumps(code))
+
+
+class _LoadedObject(ctypes.Structure):
+    """The beginning of `struct dl_phdr_info`."""
+
+    _fields_ = (("address", ctypes.c_void_p), ("name", ctypes.c_char_p))
+
+
+def _libraries() -> list[str]:
+    """Return the paths of the shared objects of this process by the names under which they were asked for."""
+    found: list[str] = []
+
+    def note(loaded: ctypes._Pointer[_LoadedObject], _size: int, _data: int | None) -> int:
+        name = os.fsdecode(loaded.contents.name or b"")
+        if "/" in name:
+            found.append(name)
+        return 0
+
+    callback = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(_LoadedObject), ctypes.c_size_t, ctypes.c_void_p)
+    ctypes.CDLL(None).dl_iterate_phdr(callback(note), None)
+    return found
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,191 @@
+"""The root file systems of containers, as images of the Docker daemon.
+
+Docker runs a container only from an image of its own. A root of carrel is imported once, as one layer, under a name
+made from what it is; mounting the directories of the root over an empty image would be quicker once, but then nothing
+could be mounted inside them without writing to a root that other sandboxes share. For a sandbox with the host's own
+programs the image is a skeleton of a few megabytes: directories, links and public configuration. `/usr` is mounted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import os
+import stat
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
+from queue import Queue
+from typing import IO, Any, cast
+
+from carrel.errors import PlatformError, Unsupported
+from carrel.isolation import image_root, image_user, rootfs
+from carrel.isolation.image_user import ImageUser
+from carrel.primitives.trees import remove_tree
+from carrel.providers.base import RootImage
+from carrel.providers.docker.engine import Engine, EngineRefusal
+
+REPOSITORY = "carrel-root"
+DIRECTORY = "carrel.directory"
+"""A label: the directory of the image in carrel's own storage."""
+_MOST_SKELETON = 256 << 20
+_CHUNKS = 16
+_MOUNTED = (rootfs.Bind, rootfs.Device)
+
+
+class DockerRoots:
+    """Finds the image of a root in the daemon, and imports it if it is not there."""
+
+    def __init__(self, engine: Engine, temporary: str):
+        self._engine = engine
+        self._temporary = temporary
+        self._host = ""
+        self._lock = asyncio.Lock()
+
+    async def of_host(self) -> str:
+        """Return the image of the skeleton for the host's own programs."""
+        async with self._lock:
+            if not self._host or not await self._is_there(self._host):
+                archive = await asyncio.to_thread(_skeleton, self._temporary)
+                name = f"{REPOSITORY}:host-{hashlib.sha256(archive).hexdigest()[:32]}"
+                if not await self._is_there(name):
+                    await self._engine.import_image(_in_chunks(archive), name, {DIRECTORY: "/"})
+                self._host = name
+            return self._host
+
+    async def of_image(self, image: RootImage) -> str:
+        """Return the image of a root in carrel's storage. The first use imports it, which takes a while."""
+        key = hashlib.sha256(repr((image.directory, image.identity)).encode()).hexdigest()[:32]
+        name = f"{REPOSITORY}:image-{key}"
+        async with self._lock:
+            if not await self._is_there(name):
+                found = await asyncio.to_thread(os.stat, image.directory)
+                if (found.st_dev, found.st_ino) != tuple(image.identity):
+                    raise PlatformError("the root of the image was replaced meanwhile")
+                await self._remove_outdated()
+                await self._engine.import_image(_tree(image.directory), name, {DIRECTORY: image.directory})
+        return name
+
+    async def _is_there(self, name: str) -> bool:
+        return await self._engine.get(f"/images/{name}/json") is not None
+
+    async def _remove_outdated(self) -> None:
+        """Remove imported roots whose directory carrel has removed. One that a container still uses stays."""
+        for found in await self._engine.get("/images/json", filters=f'{{"label": ["{DIRECTORY}"]}}') or ():
+            directory = (found.get("Labels") or {}).get(DIRECTORY, "")
+            if directory and not await asyncio.to_thread(os.path.isdir, directory):
+                try:
+                    await self._engine.delete(f"/images/{found['Id']}")
+                except EngineRefusal:
+                    continue
+
+
+def user_of(image: RootImage) -> ImageUser:
+    """Return the agent's user in an image. Raises `Unsupported` for a user whom a container cannot be. Blocking.
+
+    The files of workspaces belong to one user on the disk, and Docker translates no owners. So an agent always has this
+    user's number; root, the user of most images, becomes this user too.
+    """
+    found = image_user.find(image.directory, image.user)
+    if found.uid not in {0, rootfs.SANDBOX_UID}:
+        raise Unsupported(
+            f"the image wants user {found.uid}, and provider 'docker' runs every agent as {rootfs.SANDBOX_UID}",
+            field="image",
+            hint=f"use the provider 'namespace', or set USER {rootfs.SANDBOX_UID} in the image",
+        )
+    return found
+
+
+def host_directories() -> list[str]:
+    """Return the directories of the host that a sandbox with its programs has mounted."""
+    plan = rootfs.base_plan(rootfs.host_links())
+    return [step.target for step in plan if isinstance(step, rootfs.Bind)]
+
+
+def _skeleton(temporary: str) -> bytes:
+    """Return an archive of the root that every sandbox with the host's programs has, without what is mounted."""
+    plan = rootfs.base_plan(rootfs.host_links())
+    folder = tempfile.mkdtemp(prefix="root-", dir=temporary)
+    try:
+        rootfs.apply_plan([step for step in plan if not isinstance(step, _MOUNTED)], folder)
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
+            for path in _walk(folder):
+                archive.add(path, os.path.relpath(path, folder), recursive=False, filter=_anonymous)
+                if buffer.tell() > _MOST_SKELETON:
+                    raise PlatformError("the public configuration of this host is too large for a container")
+        return buffer.getvalue()
+    finally:
+        remove_tree(folder)
+
+
+def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    entry.mtime = 0
+    return entry
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """Yield every path below a folder, a directory before its content, in an order that does not change."""
+    for place, names, files in os.walk(folder):
+        names.sort()
+        yield from (os.path.join(place, name) for name in sorted((*names, *files)))
+
+
+async def _in_chunks(data: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(data), 1 << 20):
+        yield data[start : start + (1 << 20)]
+
+
+async def _tree(directory: str) -> AsyncIterator[bytes]:
+    """Yield the archive of a root, with the owners that its files have in the image, while a thread makes it."""
+    chunks: Queue[bytes | BaseException | None] = Queue(_CHUNKS)
+    work = asyncio.ensure_future(asyncio.to_thread(_write_tree, directory, chunks.put))
+    try:
+        while (chunk := await asyncio.to_thread(chunks.get)) is not None:
+            if isinstance(chunk, BaseException):
+                raise PlatformError(f"the root of an image cannot be read: {chunk}") from chunk
+            yield chunk
+    finally:
+        while not work.done():  # it may wait for room
+            if not chunks.empty():
+                chunks.get_nowait()
+            await asyncio.sleep(0.001)
+
+
+class _Chunks(io.RawIOBase):
+    """A file that passes on what is written to it."""
+
+    def __init__(self, put: Callable[[bytes], object]):
+        self._put = put
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._put(bytes(data))
+        return len(data)
+
+
+def _write_tree(directory: str, put: Callable[[bytes | BaseException | None], object]) -> None:
+    try:
+        file = io.BufferedWriter(_Chunks(put), 1 << 20)
+        with tarfile.open(fileobj=cast(IO[bytes], file), mode="w|", format=tarfile.PAX_FORMAT) as archive:
+            present = set()
+            for path in _walk(directory):
+                kind = os.lstat(path).st_mode
+                if stat.S_ISREG(kind) or stat.S_ISDIR(kind) or stat.S_ISLNK(kind):  # a container has its own devices
+                    name = os.path.relpath(path, directory)
+                    present.add(name)
+                    archive.add(path, name, recursive=False)
+            for path, text in image_root.FALLBACKS.items():
+                if path.lstrip("/") not in present:
+                    entry = tarfile.TarInfo(path.lstrip("/"))
+                    entry.size, entry.mode = len(text), 0o644
+                    archive.addfile(entry, io.BytesIO(text.encode()))
+        file.flush()
+        put(None)
+    except BaseException as error:
+        put(error)

@@ -1,0 +1,203 @@
+"""The supervisor as a program: PID 1 of a container, a gVisor sandbox or a virtual machine.
+
+`carrel.isolation` forks the supervisor into a sandbox that it has built itself. Here another runtime has built it, and
+starts this module from the bundle (see `carrel.providers.bundle`). It reads its facts from a file of the control
+directory, which the server shares with it. It starts as root of the sandbox, so that it can listen in that directory,
+which the agent cannot enter; then it becomes the agent and gives up everything else. The server gets `ready`, or the
+reason why not, before any code of an agent runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from carrel.primitives import libc
+from carrel.supervisor import app
+from carrel.supervisor.relay import relay_all
+
+MOST_FACTS = 1024 * 1024
+"""The most bytes of the facts."""
+BACKLOG, PROXY_BACKLOG = 128, 4096
+READY = b"ready"
+_PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 24, 36, 38
+_CAPABILITY_HEADER = b"\x22\x05\x08\x20" + bytes(4)
+_NO_CAPABILITIES = bytes(24)
+
+
+@dataclass(frozen=True)
+class ProgramImage:
+    """How a sandbox uses its image; see `carrel.isolation.sandbox.ImageSpec`."""
+
+    user: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    working_directory: str = ""
+    writable: bool = False
+    home: str = ""
+
+
+@dataclass(frozen=True)
+class ProgramFacts:
+    """The facts about a sandbox, as the server writes them.
+
+    `socket` is where to listen for the server; `report` is the socket of the server that waits for `ready`. `secrets`
+    is a directory that the agent sees elsewhere and cannot change; empty where there is none. `network` is `none`,
+    `allowlist` or `direct`. With an allow list, `egress` is the socket behind the port of the proxy. `limits` are
+    resource limits by their names; `seccomp` is a filter of system calls in base64, besides that of the runtime.
+    """
+
+    socket: str
+    report: str
+    uid: int
+    gid: int
+    workspace: str
+    home: str
+    network: str
+    proxy_port: int
+    egress: str = ""
+    secrets: str = ""
+    env: dict[str, str] = field(default_factory=dict)
+    memory_mb: int | None = None
+    limits: dict[str, int] = field(default_factory=dict)
+    seccomp: str = ""
+    trust: bool = False
+    image: Mapping[str, Any] | None = None
+
+
+@dataclass
+class ProgramDetails:
+    """The facts as the supervisor's own code wants them; see `carrel.supervisor.app.SandboxFacts`."""
+
+    listener: socket.socket
+    workspace: str
+    home: str
+    env: dict[str, str]
+    memory_mb: int | None
+    oom_score_fd: int
+    secrets_fd: int
+    proxy_port: int | None
+    refusing: socket.socket | None
+    trust: bool
+    image: ProgramImage | None
+    isolated: bool = True
+    own_path: str = ""
+
+
+def read_facts(path: str) -> ProgramFacts:
+    """Read the facts. Raises `ValueError`, `TypeError` or `OSError`."""
+    with open(path, "rb") as file:
+        text = file.read(MOST_FACTS + 1)
+    if len(text) > MOST_FACTS:
+        raise ValueError(f"the facts of the sandbox have more than {MOST_FACTS} bytes")
+    return ProgramFacts(**json.loads(text))
+
+
+def main(arguments: list[str]) -> None:
+    """Become the supervisor of this sandbox. Never returns."""
+    report: socket.socket | None = None
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would end PID 1
+        facts = read_facts(arguments[1])
+        report = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        report.connect(facts.report)
+        os.umask(0o077)
+        listener = _listen(facts.socket)
+        secrets = os.open(facts.secrets, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if facts.secrets else -1
+        port = None if facts.network == "direct" else _listen_locally(facts.proxy_port)
+        become_agent(facts)
+        prepared = app.prepare()
+        if facts.network == "allowlist" and port is not None:
+            relaying = prepared.loop.create_task(relay_all(port, facts.egress))
+            relaying.add_done_callback(lambda _: os._exit(1))  # it only ends by a mistake of ours
+        details = ProgramDetails(
+            listener,
+            facts.workspace,
+            facts.home,
+            dict(facts.env),
+            facts.memory_mb,
+            libc.hide_from_children(),
+            secrets,
+            None if port is None else facts.proxy_port,
+            port if facts.network == "none" else None,
+            facts.trust,
+            None if facts.image is None else ProgramImage(**facts.image),
+        )
+        os.chdir("/")
+        libc.hide_arguments()
+        app.serve(details, prepared, set())
+        report.sendall(READY)
+        report.close()
+        prepared.loop.run_forever()
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"[:2000]
+        if report is not None and report.fileno() >= 0:
+            report.sendall(f"failed: {words}".encode())
+        else:
+            os.write(2, f"carrel supervisor: {words}\n".encode())
+    finally:
+        os._exit(1)
+
+
+def _listen(path: str) -> socket.socket:
+    """Listen for the server. The socket belongs to root, as the directory does, so the agent can neither connect to it
+    nor replace it.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listener.bind(path)
+    listener.listen(BACKLOG)
+    return listener
+
+
+def _listen_locally(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(PROXY_BACKLOG)
+    return listener
+
+
+def become_agent(facts: ProgramFacts) -> None:
+    """Give up every privilege for good. Raises `OSError` if one is left."""
+    if os.getpid() != 1:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    for name, value in facts.limits.items():
+        _lower_limit(getattr(resource, name), value)
+    if os.geteuid() == 0:
+        _drop_bounding_set()
+        os.setgroups([])
+        os.setresgid(facts.gid, facts.gid, facts.gid)
+        os.setresuid(facts.uid, facts.uid, facts.uid)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if facts.seccomp:
+        libc.filter_system_calls(base64.b64decode(facts.seccomp))
+    libc.call("capset", _CAPABILITY_HEADER, _NO_CAPABILITIES)
+    if os.getresuid() != (facts.uid,) * 3 or os.getresgid() != (facts.gid,) * 3:
+        raise OSError("the supervisor could not become the user of the agent")
+
+
+def _drop_bounding_set() -> None:
+    """Drop all capabilities from the bounding set, so that no exec could bring one back. A runtime that does not let us
+    do it has set no_new_privs, which means the same.
+    """
+    for capability in range(64):
+        try:
+            libc.prctl(_PR_CAPBSET_DROP, capability)
+        except OSError:
+            return  # the first number that the kernel does not know, or not permitted
+
+
+def _lower_limit(kind: int, value: int) -> None:
+    _, hard = resource.getrlimit(kind)
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+if __name__ == "__main__":
+    main(sys.argv)
