@@ -2,14 +2,11 @@
 the later source wins.
 """
 
-from __future__ import annotations
-
 import base64
 import difflib
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,6 +16,7 @@ from carrel.errors import InvalidRequest, UnknownSetting
 from carrel.models import Network, TemplateName
 from carrel.models.images import ImageName
 from carrel.models.sandboxes import Cpus, DiskMb, LifetimeS, MemoryMb, Processes, TimeoutS
+from carrel.primitives.records import dataclass
 
 PREFIX = "CARREL_"
 CONFIG_ENV = "CARREL_CONFIG"

@@ -10,13 +10,14 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from carrel.errors import ImageRefused
 from carrel.images.reference import is_digest
+from carrel.primitives.records import dataclass
 
 LARGEST_DOCUMENT = 4 << 20
 MOST_LAYERS = 500
@@ -64,7 +65,9 @@ Text = Annotated[str, AfterValidator(_plain)]
 class _Document(BaseModel):
     """A part of a document. Unknown fields are ignored, and `null` is the same as an absent field."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", populate_by_name=True, hide_input_in_errors=True, defer_build=True
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from carrel.errors import InvalidRequest
+from carrel.primitives.records import dataclass
 
 DEFAULT_REGISTRY = "docker.io"
 LONGEST_REFERENCE = 512

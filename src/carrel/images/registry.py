@@ -18,7 +18,6 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from http.cookiejar import DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urljoin, urlsplit
@@ -31,6 +30,7 @@ from carrel.images.reference import DEFAULT_REGISTRY, ImageReference
 from carrel.primitives.atomic import write_all
 from carrel.primitives.backoff import Backoff
 from carrel.primitives.cache import Cache
+from carrel.primitives.records import dataclass
 from carrel.threads import run_to_end
 
 if TYPE_CHECKING:

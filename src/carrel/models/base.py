@@ -1,7 +1,5 @@
 """Types and base classes that all models of the public API share."""
 
-from __future__ import annotations
-
 import math
 from datetime import datetime
 from typing import Annotated, Any, Literal

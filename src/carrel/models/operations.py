@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Literal, TypeVar
 
@@ -28,6 +27,7 @@ from carrel.models.files import (
     Nothing,
     StatRequest,
 )
+from carrel.primitives.records import dataclass
 
 Q = TypeVar("Q", bound=BaseModel)
 A = TypeVar("A", bound=BaseModel)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from carrel.primitives.records import dataclass
 
 SHORTEST = 4
 """The fewest bytes of a secret: shorter ones occur in ordinary text."""

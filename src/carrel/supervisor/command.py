@@ -6,11 +6,12 @@ import asyncio
 import os
 import signal
 import time
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import datetime
 from typing import Any
 
 from carrel.errors import InvalidRequest
+from carrel.primitives.records import dataclass
 from carrel.supervisor.output import CommandOutput
 from carrel.supervisor.reaper import Reaper
 

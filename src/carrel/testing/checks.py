@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from carrel.primitives.records import dataclass
 from carrel.providers.base import Capability, Provider
 from carrel.testing.harness import Harness
 

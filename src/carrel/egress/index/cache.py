@@ -16,7 +16,8 @@ import threading
 import time
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass
+
+from carrel.primitives.records import dataclass
 
 MOST_ENTRIES = 100_000
 """The limit on files and pages, however small they are."""

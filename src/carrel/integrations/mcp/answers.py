@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from mcp import types
 
 from carrel.errors import ApprovalNeeded, CarrelError, LimitExceeded, PlatformError
 from carrel.integrations.text import sendable_text
 from carrel.integrations.tool_results import hint, refusal_text
+from carrel.primitives.records import dataclass
 
 _LEFT_OUT = {"type", "title", "status"}
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from carrel.policy.shell.arguments import Argument
+from carrel.primitives.records import dataclass
 
 
 @dataclass(slots=True)

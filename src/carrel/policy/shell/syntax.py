@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from carrel.policy.shell.step_budget import StepBudget
+from carrel.primitives.records import dataclass
 
 Dialect = Literal["bash", "sh"]
 """`bash`: read the text as Bash does. `sh`: accept only text that Bash and a POSIX shell such as dash read alike."""
