@@ -7,6 +7,7 @@ import difflib
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +17,6 @@ from carrel.errors import InvalidRequest, UnknownSetting
 from carrel.models import Network, TemplateName
 from carrel.models.images import ImageName
 from carrel.models.sandboxes import Cpus, DiskMb, LifetimeS, MemoryMb, Processes, TimeoutS
-from carrel.primitives.records import dataclass
 
 PREFIX = "CARREL_"
 CONFIG_ENV = "CARREL_CONFIG"

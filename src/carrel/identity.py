@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
@@ -19,7 +20,6 @@ from carrel.models.base import namespace_of
 from carrel.models.operations import OPERATIONS, TABLE
 from carrel.models.operations import Scope as Scope  # noqa: PLC0414 - a name of this module too
 from carrel.primitives.cache import Cache
-from carrel.primitives.records import dataclass
 
 PREFIX = "carrel_"
 CACHE_S = 5.0

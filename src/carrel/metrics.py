@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, Literal, TypeVar
 
@@ -22,7 +23,6 @@ from prometheus_client.registry import Collector
 
 from carrel.errors import BY_CODE, CarrelError
 from carrel.models import State, SyncDirection
-from carrel.primitives.records import dataclass
 
 MOST_CONTEXTS = 10_000
 """The most workspaces with metrics."""

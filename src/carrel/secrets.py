@@ -16,7 +16,7 @@ import re
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 from cryptography.exceptions import InvalidTag
@@ -25,7 +25,6 @@ from pydantic import SecretBytes, SecretStr
 
 from carrel.errors import Conflict, InvalidRequest, PlatformError, TooLarge
 from carrel.primitives.atomic import sync_directory, write_file
-from carrel.primitives.records import dataclass
 
 ScopeKind = Literal["context", "template"]
 """The kind of thing that a secret belongs to."""

@@ -21,6 +21,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,7 +33,6 @@ from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.models import HostReport
 from carrel.primitives.atomic import write_file
 from carrel.primitives.imports import importing
-from carrel.primitives.records import dataclass
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.providers.doctor import host_report

@@ -8,6 +8,7 @@ request that is certainly a plain call takes a shortcut here, with the validatio
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 
 from mcp import MCPError, types
 from mcp.server.runner import modern_error_data
@@ -22,7 +23,6 @@ from pydantic import ValidationError
 from starlette.types import Scope
 
 from carrel.control.supervisor.connection import Json
-from carrel.primitives.records import dataclass
 
 _CALL = "tools/call"
 _HEADERS = frozenset({b"accept", b"content-type", b"mcp-protocol-version", b"mcp-method", b"mcp-name"})

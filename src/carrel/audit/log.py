@@ -13,7 +13,7 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from carrel.audit.export import ExportStore, Stored, export
@@ -24,7 +24,6 @@ from carrel.audit.search import Filter, SearchStore, search
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.models import AuditPage
 from carrel.primitives.cache import Cache
-from carrel.primitives.records import dataclass
 
 log = logging.getLogger("carrel.audit")
 

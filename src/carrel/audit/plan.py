@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from carrel.audit.keys import SignedHead, SigningKey
 from carrel.audit.records import AuditEntry, Ending, RecordRow, Type, genesis, row
-from carrel.primitives.records import dataclass
 
 if TYPE_CHECKING:
     from carrel.audit.log import Ticket

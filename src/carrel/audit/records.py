@@ -9,13 +9,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii
 from typing import Literal, NamedTuple
 
 from blake3 import blake3
-
-from carrel.primitives.records import dataclass
 
 Decision = Literal["allow", "deny", "ask"]
 Type = Literal["begin", "end", "whole"]

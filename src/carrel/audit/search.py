@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Protocol
 
@@ -14,7 +15,6 @@ from carrel.audit.records import context_of
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.models import AuditPage, AuditRecord
 from carrel.models.base import namespace_of
-from carrel.primitives.records import dataclass
 
 MAX_LIMIT = 1000
 MAX_TEXT = 200

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import BinaryIO, NoReturn
 
 import zstandard
@@ -18,7 +18,6 @@ from blake3 import blake3
 from carrel.audit.export import VERSION, end_message, head_line, line
 from carrel.audit.keys import SignedHead, signed
 from carrel.audit.records import genesis
-from carrel.primitives.records import dataclass
 
 MAX_LINE = 1024 * 1024
 _BLOCK = 1024 * 1024

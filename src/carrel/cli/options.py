@@ -8,12 +8,10 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
-
-from carrel.primitives.records import dataclass
 
 _SIZE = re.compile(r"^(\d+)\s*(|m|mb|mib|g|gb|gib)$", re.IGNORECASE)
 

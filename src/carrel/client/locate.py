@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import field
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from carrel.errors import InvalidRequest, ServerUnreachable
 from carrel.primitives.file_lock import is_locked
-from carrel.primitives.records import dataclass
 
 START_HINT = "start one with `carrel serve`, or set CARREL_URL and CARREL_TOKEN"
 LONGEST_TOKEN = 512

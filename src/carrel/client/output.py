@@ -9,13 +9,13 @@ import base64
 import binascii
 import codecs
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pydantic import ValidationError
 
 from carrel.errors import CarrelError, CommandFailed, PlatformError, from_problem
 from carrel.models import CommandInfo, CommandResult, OutputEvent
-from carrel.primitives.records import dataclass
 
 MAX_LINE = 64 * 1024 * 1024
 

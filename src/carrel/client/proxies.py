@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import ssl
-from dataclasses import field
+from dataclasses import dataclass, field
 from urllib.parse import unquote, urlsplit
 
 import certifi
 
 from carrel.errors import InvalidRequest
-from carrel.primitives.records import dataclass
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Address, IPv6Address
 from typing import Literal, Protocol
 
 from carrel.policy.verdict import DENIED, Verdict
-from carrel.primitives.records import dataclass
 
 Address = IPv4Address | IPv6Address
 Spoken = Literal["connect", "http", "socks5", "index"]

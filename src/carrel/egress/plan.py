@@ -8,13 +8,12 @@ The control plane sends `attach`, `change` and `detach` of a sandbox, `answer` t
 from __future__ import annotations
 
 import os
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 
 from pydantic import TypeAdapter, ValidationError
 
 from carrel.policy.rules.layers import Layer, Policy
-from carrel.primitives.records import dataclass
 
 VERSION = 3
 """The version of the messages. A control plane of another version drains the proxy that it finds and starts its own."""

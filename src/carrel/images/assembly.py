@@ -11,10 +11,10 @@ import os
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from carrel.errors import ImageRefused
 from carrel.primitives import walk
-from carrel.primitives.records import dataclass
 
 LAYER_RECORD = "layer.json"
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -16,13 +16,13 @@ import stat
 import tarfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import IO
 
 from carrel.errors import LimitExceeded, NotFound
 from carrel.images.build_steps import CopyStep
 from carrel.images.dockerfile import refused
 from carrel.primitives import libc, walk
-from carrel.primitives.records import dataclass
 
 TIME = 315_619_200
 """2 January 1980: some archives cannot hold an earlier time."""

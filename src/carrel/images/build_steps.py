@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from carrel.errors import InvalidRequest
@@ -15,7 +15,6 @@ from carrel.images.dockerfile import BuildStage, Dockerfile, Statement, refused
 from carrel.images.dockerfile_words import WordError, expand, expand_text, pairs, split
 from carrel.images.documents import ImageConfig, ImagePlatform
 from carrel.images.here_documents import HereDocument, shell_text
-from carrel.primitives.records import dataclass
 
 T = TypeVar("T")
 SHELL = ("/bin/sh", "-c")

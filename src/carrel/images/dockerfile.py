@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from carrel.errors import InvalidRequest
 from carrel.images import here_documents
 from carrel.images.dockerfile_words import WordError
 from carrel.images.here_documents import HereDocument
-from carrel.primitives.records import dataclass
 
 LARGEST = 1 << 20
 MOST_STATEMENTS = 5000

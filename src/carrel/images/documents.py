@@ -10,14 +10,13 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictInt, ValidationError, model_validator
 
 from carrel.errors import ImageRefused
 from carrel.images.reference import is_digest
-from carrel.primitives.records import dataclass
 
 LARGEST_DOCUMENT = 4 << 20
 MOST_LAYERS = 500

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from carrel.images.dockerfile_words import WordError, split
-from carrel.primitives.records import dataclass
 
 MOST = 100
 """Here-documents of one instruction."""

@@ -13,11 +13,11 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from carrel.errors import ImageRefused, Unsupported
 from carrel.primitives.atomic import write_all
-from carrel.primitives.records import dataclass
 
 CHUNK = 256 << 10
 _QUEUED = 16

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from carrel.errors import InvalidRequest
-from carrel.primitives.records import dataclass
 
 DEFAULT_REGISTRY = "docker.io"
 LONGEST_REFERENCE = 512

@@ -18,6 +18,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 from weakref import WeakValueDictionary
@@ -29,7 +30,6 @@ from carrel.images.reference import DEFAULT_REGISTRY, ImageReference
 from carrel.primitives.atomic import write_all
 from carrel.primitives.backoff import Backoff
 from carrel.primitives.cache import Cache
-from carrel.primitives.records import dataclass
 from carrel.threads import run_to_end
 
 if TYPE_CHECKING:

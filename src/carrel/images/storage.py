@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -40,7 +41,6 @@ from carrel.primitives import libc
 from carrel.primitives.atomic import sync_directory, write_file
 from carrel.primitives.cache import Cache
 from carrel.primitives.keyed_lock import KeyedLocks
-from carrel.primitives.records import dataclass
 from carrel.primitives.trees import DIRECTORY, remove_tree
 from carrel.threads import run_to_end
 

@@ -6,10 +6,10 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from carrel.client import AsyncClient
 from carrel.errors import ServerUnreachable
-from carrel.primitives.records import dataclass
 
 
 @dataclass

@@ -11,10 +11,10 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from carrel.errors import PlatformError
 from carrel.primitives.kernel_files import read, write
-from carrel.primitives.records import dataclass
 
 _OWN = re.compile(r"^carrel-(\d+)-(\d+)$")
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # how mountinfo writes white space and backslashes

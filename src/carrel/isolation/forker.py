@@ -16,7 +16,7 @@ import struct
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -38,7 +38,6 @@ from carrel.isolation import (
 )
 from carrel.isolation import masks as wire
 from carrel.primitives import libc
-from carrel.primitives.records import dataclass
 
 # The cgroup namespace is created later: its root is the group that a process is in at that moment.
 _AT_FORK = linux.ALL_NAMESPACES & ~linux.CLONE_NEWCGROUP

@@ -7,10 +7,10 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from carrel.errors import Unsupported
 from carrel.primitives import libc
-from carrel.primitives.records import dataclass
 
 LARGEST = 1024 * 1024
 MOST = 2**31 - 1

@@ -17,6 +17,7 @@ import stat
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -26,7 +27,6 @@ from carrel.isolation.folder_mounts import mount_point
 from carrel.isolation.masks import LONGEST_PATH, Masks, Part, in_memory, split, unpack
 from carrel.isolation.programs import ProgramCatalogue, Stamps, is_unchanged
 from carrel.primitives.leftovers import remove_leftover
-from carrel.primitives.records import dataclass
 
 MOST_COVERS = 4096
 LARGEST_WALK = 1_000_000

@@ -10,13 +10,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import takewhile
 
 from carrel.errors import InvalidRequest, TooLarge, Unsupported
 from carrel.isolation import inside
-from carrel.primitives.records import dataclass
 
 MOST = 2000
 LARGEST_REFUSAL = 4096

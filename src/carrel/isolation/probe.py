@@ -14,12 +14,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cache
 
 from carrel.isolation import landlock, linux, seccomp
 from carrel.isolation.cgroups import Cgroups
-from carrel.primitives.records import dataclass
 
 OLDEST_KERNEL = (5, 12)
 BRIDGE = "user-mode network"

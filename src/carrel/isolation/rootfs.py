@@ -10,11 +10,11 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from carrel.isolation import launchers, linux
 from carrel.isolation.inside import ENVIRONMENTS, HOME, PIP, SECRETS, UV, WORKSPACE
-from carrel.primitives.records import dataclass
 
 SANDBOX_UID = 1000
 NODE_PRELOAD = "/etc/carrel/node.cjs"

@@ -11,7 +11,7 @@ import os
 import resource
 import socket
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -30,7 +30,6 @@ from carrel.isolation import (
 from carrel.isolation.inside import MOST_DESCRIPTORS, PROXY_PORT
 from carrel.primitives import libc
 from carrel.primitives.kernel_files import write
-from carrel.primitives.records import dataclass
 
 AGENT = (rootfs.SANDBOX_UID, rootfs.SANDBOX_UID)
 BASE = "/base"

@@ -11,13 +11,13 @@ import socket
 import stat
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from carrel.errors import PlatformError, Unsupported
 from carrel.isolation import linux
 from carrel.isolation.syscalls import TABLES
 from carrel.primitives import libc
-from carrel.primitives.records import dataclass
 
 RET_ALLOW = 0x7FFF0000
 RET_ERRNO = 0x00050000

@@ -14,11 +14,10 @@ import os
 import signal
 import stat
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from carrel.isolation import linux
 from carrel.primitives.kernel_files import private_bytes, read_if_there, stat_fields
-from carrel.primitives.records import dataclass
 
 INTERVAL_S = 0.1
 COUNT_INTERVAL_S = 5.0

@@ -7,10 +7,10 @@ head. A length of 0 ends the stream. This module knows only the format.
 import json
 import struct
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from carrel.errors import InvalidRequest
-from carrel.primitives.records import dataclass
 
 MEDIA_TYPE = "application/x-carrel-bundle"
 MOST_FILES = 10_000

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Literal, TypeVar
 
@@ -27,7 +28,6 @@ from carrel.models.files import (
     Nothing,
     StatRequest,
 )
-from carrel.primitives.records import dataclass
 
 Q = TypeVar("Q", bound=BaseModel)
 A = TypeVar("A", bound=BaseModel)

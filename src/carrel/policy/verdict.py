@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 from carrel.models import ExplainedPart, Explanation
-from carrel.primitives.records import dataclass
 
 Decision = Literal["allow", "deny", "ask"]
 Kind = Literal["shell", "file", "network", "mcp"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import struct
+from dataclasses import dataclass
 from typing import Literal
 
 from carrel.primitives import libc
-from carrel.primitives.records import dataclass
 
 _EVENT = struct.Struct("=iIII")
 _READ = 64 * 1024

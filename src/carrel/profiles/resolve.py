@@ -10,13 +10,12 @@ import ipaddress
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
 from carrel.errors import InvalidRequest
 from carrel.policy.documents.settings import SettingsDocument
-from carrel.primitives.records import dataclass
 from carrel.profiles.documents import (
     AgentKey,
     Choice,

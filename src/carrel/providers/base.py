@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from carrel.errors import Unsupported
 from carrel.isolation.masks import Masks
 from carrel.models import Network, ProviderStatus
-from carrel.primitives.records import dataclass
 from carrel.primitives.trees import Identity
 
 Handle = dict[str, str | int | float | bool | None]

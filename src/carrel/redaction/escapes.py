@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-
-from carrel.primitives.records import dataclass
 
 LONGEST = 6
 """The most bytes of one escape."""

@@ -7,9 +7,8 @@ narrow on purpose: hashes, UUIDs, images in base64 and prose must not match.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from functools import cache, cached_property
-
-from carrel.primitives.records import dataclass
 
 Span = tuple[int, int]
 PENDING: Span = (-1, -1)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Iterator
-
-from carrel.primitives.records import dataclass
+from dataclasses import dataclass
 
 SHORTEST = 4
 """The fewest bytes of a secret: shorter ones occur in ordinary text."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, update
 from sqlalchemy.engine import RowMapping
 
 from carrel.models import ApprovalInfo, ApprovalScope, ApprovalState
-from carrel.primitives.records import dataclass
 from carrel.store.cursors import read_page
 from carrel.store.database import Database
 from carrel.store.tables import approvals

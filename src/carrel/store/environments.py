@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 
 from sqlalchemy import ColumnElement, Table, and_, delete, insert, or_, select, update
 from sqlalchemy.engine import Connection
 
 from carrel.models import State
-from carrel.primitives.records import dataclass
 from carrel.store.database import Database
 from carrel.store.tables import environment_labels, environment_requests, environment_uses, environments, sessions
 

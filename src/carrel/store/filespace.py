@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
 from sqlalchemy import BindParameter, ColumnElement, Select, bindparam, delete, func, insert, select, update
 from sqlalchemy.engine import Connection, RowMapping
 
-from carrel.primitives.records import dataclass
 from carrel.store.clock import database_clock
 from carrel.store.cursors import decode_bytes, encode_bytes
 from carrel.store.database import Database

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from sqlalchemy import ColumnElement, and_, case, or_, select, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from carrel.primitives.records import dataclass
 from carrel.store.clock import database_clock
 from carrel.store.database import Database
 from carrel.store.tables import sessions

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 
 from sqlalchemy import ColumnElement, and_, delete, insert, select, update
 from sqlalchemy.engine import Connection, RowMapping
 
-from carrel.primitives.records import dataclass
 from carrel.store.database import Database
 from carrel.store.tables import mcp_servers
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from sqlalchemy import delete, func, insert, select, update
 from sqlalchemy.engine import Connection
 
 from carrel.errors import Conflict
-from carrel.primitives.records import dataclass
 from carrel.store.database import Database
 from carrel.store.tables import policies
 

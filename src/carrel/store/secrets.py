@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from sqlalchemy import ColumnElement, Table, and_, delete, func, insert, literal, or_, select, update
@@ -11,7 +11,6 @@ from sqlalchemy.engine import Connection, RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import LimitExceeded
-from carrel.primitives.records import dataclass
 from carrel.store.clock import database_clock
 from carrel.store.database import Database
 from carrel.store.tables import former_secrets, secrets, sessions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import NamedTuple
@@ -14,7 +14,6 @@ from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import AlreadyExists, Conflict
 from carrel.models import HostPath, Limits, Network, SandboxInfo, State, Trust
-from carrel.primitives.records import dataclass
 from carrel.store.clock import database_clock
 from carrel.store.cursors import read_page
 from carrel.store.database import Database

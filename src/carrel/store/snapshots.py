@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from sqlalchemy import Select, delete, insert, select, update
@@ -11,7 +11,6 @@ from sqlalchemy.engine import RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import AlreadyExists, Conflict
-from carrel.primitives.records import dataclass
 from carrel.store.cursors import read_page
 from carrel.store.database import Database
 from carrel.store.tables import snapshots

@@ -6,12 +6,11 @@ import asyncio
 import os
 import signal
 import time
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
 from carrel.errors import InvalidRequest
-from carrel.primitives.records import dataclass
 from carrel.supervisor.output import CommandOutput
 from carrel.supervisor.reaper import Reaper
 

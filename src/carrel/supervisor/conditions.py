@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import resource
+from dataclasses import dataclass
 
 from carrel.primitives.libc import io_priority
-from carrel.primitives.records import dataclass
 
 _LIMITS = tuple(sorted({getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")}))
 

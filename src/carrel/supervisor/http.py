@@ -10,14 +10,13 @@ import asyncio
 import base64
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 import httptools
 
 from carrel.errors import CarrelError, InvalidRequest, NotFound, PlatformError, TooLarge
-from carrel.primitives.records import dataclass
 
 MAX_HEADERS = 16 * 1024
 MAX_JSON = 32 * 1024 * 1024

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from carrel.primitives.kernel_files import private_bytes, stat_fields
-from carrel.primitives.records import dataclass
 from carrel.supervisor.reaper import descendants, processes
 
 _STOPPED = ([b"T"], [b"t"])

@@ -11,11 +11,11 @@ import math
 import os
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from carrel.errors import CarrelError, Conflict, LimitExceeded, McpServerFailed, NotFound, NotRunning
 from carrel.primitives.backoff import Backoff
-from carrel.primitives.records import dataclass
 from carrel.supervisor.command import Order, exit_of
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.mcp_log import Log

@@ -14,9 +14,9 @@ import stat
 import struct
 from collections.abc import AsyncIterator, Collection, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from carrel.primitives import libc
-from carrel.primitives.records import dataclass
 from carrel.supervisor.files import Files, Stamp
 from carrel.supervisor.paths import text
 

@@ -15,10 +15,10 @@ import socket
 import struct
 import termios
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from carrel.primitives import libc
 from carrel.primitives.kernel_files import read, read_if_there, stat_fields
-from carrel.primitives.records import dataclass
 
 # Python ignores these; a program started by it expects the defaults.
 RESET_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP)

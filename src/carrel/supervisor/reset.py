@@ -12,11 +12,11 @@ import os
 import resource
 import stat
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from carrel.errors import CarrelError, Unsupported
 from carrel.primitives import libc
 from carrel.primitives.backoff import Backoff
-from carrel.primitives.records import dataclass
 from carrel.primitives.trees import remove_live_tree
 from carrel.supervisor.commands import Commands
 from carrel.supervisor.conditions import Conditions, conditions

@@ -10,8 +10,8 @@ import heapq
 import os
 import stat
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 
-from carrel.primitives.records import dataclass
 from carrel.primitives.trees import DIRECTORY, Identity, identity, open_parent
 from carrel.supervisor.paths import PATH_LIMIT
 

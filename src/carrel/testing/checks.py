@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from carrel.primitives.records import dataclass
 from carrel.providers.base import Capability, Provider
 from carrel.testing.harness import Harness
 

@@ -14,14 +14,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import zstandard
 
 from carrel.errors import ArchiveUnavailable, NotFound, PlatformError, SnapshotDamaged
 from carrel.primitives.keyed_lock import KeyedThreadLocks
-from carrel.primitives.records import dataclass
 from carrel.workspaces.archive_bundles import ArchiveCache, BundleBatch, Index, Outbox, file_digest
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.manifests import (

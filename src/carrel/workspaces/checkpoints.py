@@ -14,14 +14,13 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 from carrel.errors import CarrelError, Conflict, LimitExceeded, NotFound, SnapshotDamaged
 from carrel.primitives.atomic import sync_directory, write_file
 from carrel.primitives.keyed_lock import KeyedThreadLocks
 from carrel.primitives.libc import open_without_links
-from carrel.primitives.records import dataclass
 from carrel.primitives.trees import remove_tree
 from carrel.workspaces.folder_rules import FolderRules
 from carrel.workspaces.layout import decode, encode

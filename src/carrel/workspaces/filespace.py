@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import msgpack
@@ -24,7 +24,6 @@ import zstandard
 from blake3 import blake3
 
 from carrel.models import SyncDirection
-from carrel.primitives.records import dataclass
 
 NOT_SYNCED = frozenset({".venv", ".context.json", ".cache", "node_modules", "__pycache__"})
 """Names that are never synced, with everything below them, anywhere in a workspace."""

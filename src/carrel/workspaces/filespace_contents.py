@@ -10,12 +10,12 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 from blake3 import blake3
 
 from carrel.errors import NotFound, PlatformError, SnapshotDamaged
 from carrel.primitives.atomic import write_all
-from carrel.primitives.records import dataclass
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.synced_tree import PIECE, pieces
 

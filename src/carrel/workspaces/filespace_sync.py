@@ -12,13 +12,12 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol, TypeVar
 
 from carrel.errors import Conflict, LimitExceeded, PlatformError
 from carrel.models import SyncDirection
 from carrel.primitives.atomic import draft, write_all
-from carrel.primitives.records import dataclass
 from carrel.workspaces.filespace import (
     UNSURE,
     Base,

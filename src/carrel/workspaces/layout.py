@@ -9,12 +9,12 @@ import re
 import secrets
 import stat
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.primitives.atomic import draft, write_all, write_file
-from carrel.primitives.records import dataclass
 from carrel.primitives.trees import open_directory
 
 CANONICAL_UID = 1000

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter
 
 from carrel.errors import SnapshotDamaged
-from carrel.primitives.records import dataclass
 from carrel.workspaces.volumes.objects import Spot, digest
 
 MOST_BUNDLES = 32

@@ -10,9 +10,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from carrel.errors import InvalidRequest, NotFound, PlatformError
-from carrel.primitives.records import dataclass
 
 SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._+:=@-]{0,250}")
 """A component of a name, between slashes."""

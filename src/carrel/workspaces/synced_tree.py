@@ -14,7 +14,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from blake3 import blake3
@@ -22,7 +22,6 @@ from blake3 import blake3
 from carrel.errors import LimitExceeded, PlatformError
 from carrel.primitives import libc, walk
 from carrel.primitives.atomic import draft, write_all
-from carrel.primitives.records import dataclass
 from carrel.workspaces.filespace import NOT_SYNCED, UNSURE, BaseRow, Content, FileStat, LocalFile
 from carrel.workspaces.layout import CANONICAL_UID
 from carrel.workspaces.volumes.capture import FRESH_NS

@@ -13,13 +13,12 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import count, islice
 
 from carrel.errors import LimitExceeded, PlatformError
 from carrel.primitives import libc, walk
-from carrel.primitives.records import dataclass
 from carrel.primitives.trees import empty_directory, open_directory
 from carrel.workspaces.volumes.base import ChangeKind
 from carrel.workspaces.volumes.capture import OWNER, ROOT, Captured, PlainRow, place_of

@@ -7,9 +7,9 @@ import errno
 import os
 import stat
 import time
+from dataclasses import dataclass
 
 from carrel.primitives import walk
-from carrel.primitives.records import dataclass
 
 ENTRIES_PER_MB = 200
 MIN_ENTRIES = 10_000

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated
@@ -20,7 +21,6 @@ from carrel.cli.here.words import TYPED
 from carrel.cli.printing import age, plain, print_json, print_table, size
 from carrel.cli.progress import waiting
 from carrel.errors import ApprovalNeeded, Denied, NotFound
-from carrel.primitives.records import dataclass
 
 if TYPE_CHECKING:
     from carrel.client import Client

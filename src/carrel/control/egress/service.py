@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 
 from carrel.audit import AuditLog
 from carrel.control.egress.client import EgressClient
@@ -34,7 +34,6 @@ from carrel.policy.verdict import Verdict
 from carrel.primitives.backoff import Backoff
 from carrel.primitives.cache import Cache
 from carrel.primitives.channel import ChannelClosed, Message
-from carrel.primitives.records import dataclass
 from carrel.primitives.tasks import cancel
 from carrel.store import SessionRecord
 

@@ -15,7 +15,7 @@ import secrets
 import shlex
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from blake3 import blake3
@@ -27,7 +27,6 @@ from carrel.errors import ApprovalNeeded, CarrelError, Conflict, Denied, NotFoun
 from carrel.models import ApprovalDecision, ApprovalInfo, ApprovalPage, ApprovalScope, ApprovalState
 from carrel.models.operations import DELETE_MANY_FILES
 from carrel.policy.verdict import Verdict
-from carrel.primitives.records import dataclass
 from carrel.store.approvals import ApprovalRecord, ApprovalStore
 
 log = logging.getLogger("carrel.approvals")

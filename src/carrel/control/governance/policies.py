@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from carrel.control.governance.deciding import Decider
@@ -29,7 +29,6 @@ from carrel.policy.rules.decide import decide_environment
 from carrel.policy.rules.layers import Layer, Policy
 from carrel.policy.verdict import ALLOWED, Verdict, explained
 from carrel.primitives.cache import Cache
-from carrel.primitives.records import dataclass
 from carrel.store import SessionRecord
 from carrel.store.policies import PolicyRecord, PolicyStore
 from carrel.threads import run_to_end

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,6 @@ from carrel.control.supervisor.connection import Json, SupervisorDownload
 from carrel.errors import CarrelError, Conflict, LimitExceeded, McpServerFailed, NotFound, NotRunning
 from carrel.models import Answer
 from carrel.primitives.keyed_lock import KeyedLocks
-from carrel.primitives.records import dataclass
 
 if TYPE_CHECKING:
     from carrel.control.mcp.session import Conversation

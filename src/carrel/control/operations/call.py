@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from carrel.control.operations.caller import Caller, OwnWork
 from carrel.errors import Denied
 from carrel.models.operations import Kind, Operation
 from carrel.policy.verdict import Verdict
-from carrel.primitives.records import dataclass
 
 SELF = "carrel"
 """The subject of carrel's own work, which is neither decided nor recorded."""

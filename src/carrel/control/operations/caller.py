@@ -8,10 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from carrel.identity import Identity
 from carrel.models.operations import Scope
-from carrel.primitives.records import dataclass
 
 
 def _there() -> bool:

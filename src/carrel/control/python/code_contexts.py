@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 
 from carrel.control.governance.redaction import clean_info, in_thread_if_large
@@ -25,7 +26,6 @@ from carrel.control.supervisor.streaming import stream_output
 from carrel.errors import InvalidRequest
 from carrel.models import CellError, CellRequest, CellResult, CodeContextInfo, CodeContextList, CommandInfo, RichResult
 from carrel.models import operations as op
-from carrel.primitives.records import dataclass
 from carrel.redaction.redact import Redactor
 from carrel.store.code_contexts import CodeContextStore
 

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from carrel.control.governance.policies import INDEX_LABEL
 from carrel.control.operations.caller import OWN_WORK
@@ -27,7 +27,6 @@ from carrel.isolation.launchers import SHARED_PIP_PLACE
 from carrel.isolation.tools import find_uv
 from carrel.models import CommandRequest, Network, SandboxInfo, SandboxRequest
 from carrel.models.images import HOST_IMAGE
-from carrel.primitives.records import dataclass
 from carrel.workspaces.environments import MANIFEST, EnvironmentDraft, EnvironmentStorage
 
 log = logging.getLogger("carrel.environments")

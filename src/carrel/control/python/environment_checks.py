@@ -11,13 +11,12 @@ import os
 import platform
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from carrel.egress.plan import PackageIndex
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.models import Limits, Trust
 from carrel.policy.rules.layers import Policy
-from carrel.primitives.records import dataclass
 from carrel.store import SessionRecord
 
 PLACES = ("/usr/bin", "/usr/local/bin")

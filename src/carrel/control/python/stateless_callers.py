@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from carrel.config import RouterSettings
-from carrel.primitives.records import dataclass
 
 Owner = tuple[str, str | None]
 """The caller whose calls a sandbox runs: the subject of a token, and its namespace."""

@@ -8,10 +8,10 @@ replaces it when everything is encrypted with it and on disk. A server does not 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 
 from carrel.config import Settings
 from carrel.errors import InvalidRequest, NotFound
-from carrel.primitives.records import dataclass
 from carrel.secrets import KEY_FILE, Vault, decoded_key, next_key, replace_key, rewrap
 from carrel.store import Database, SecretStore
 

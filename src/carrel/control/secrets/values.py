@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from carrel.control.governance.redaction import clean_error, in_thread_if_large
 from carrel.control.sessions.lifecycle import LIVE
@@ -19,7 +19,6 @@ from carrel.control.sessions.owners import whose
 from carrel.control.sessions.templates import Templates
 from carrel.errors import CarrelError, LimitExceeded, NotFound, PlatformError
 from carrel.primitives.cache import Cache
-from carrel.primitives.records import dataclass
 from carrel.redaction.redact import Redactor
 from carrel.secrets import OVERHEAD, ScopeKind, Sealed, Vault, checked_name
 from carrel.store import SecretInfo, SecretStore, SessionRecord

@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 
 from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.sessions.live import LiveSandbox
 from carrel.models import SandboxRequest
-from carrel.primitives.records import dataclass
 from carrel.providers import Masks
 from carrel.providers.base import FolderMounts, Provider, RootImage
 from carrel.store import SessionRecord

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import islice
 
 from carrel.control.operations.admission import Admission
@@ -25,7 +26,6 @@ from carrel.errors import CarrelError
 from carrel.identity import Identity, OwnerKind
 from carrel.models.operations import DELETE_MANY_FILES
 from carrel.primitives.atomic import write_file
-from carrel.primitives.records import dataclass
 from carrel.primitives.tasks import cancel, readable
 from carrel.store import SessionRecord
 from carrel.threads import run_to_end

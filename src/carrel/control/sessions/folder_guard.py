@@ -14,13 +14,13 @@ import stat
 import unicodedata
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 
 from carrel.control.sessions.repository_checks import CONFIG, HOOKS, is_harmless
 from carrel.isolation.inside import WORKSPACE
 from carrel.isolation.masks import split
 from carrel.primitives.inotify import Inotify
 from carrel.primitives.libc import open_without_links, rename_new
-from carrel.primitives.records import dataclass
 
 HELD = ".held-by-carrel"
 MOST_ENTRIES = 1_000_000

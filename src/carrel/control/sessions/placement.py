@@ -6,11 +6,11 @@ Starts nothing, and knows no record.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from carrel.config import Settings
 from carrel.errors import InvalidRequest
 from carrel.models import Limits, Network, Trust
-from carrel.primitives.records import dataclass
 from carrel.providers import choose
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Provider
 

@@ -7,12 +7,12 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 from carrel.control.sessions.lifecycle import LIVE
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.workspaces import Workspaces
 from carrel.errors import RunsElsewhere
-from carrel.primitives.records import dataclass
 from carrel.providers.base import Provider
 from carrel.store import SessionRecord, SessionStore
 

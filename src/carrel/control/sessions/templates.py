@@ -12,7 +12,7 @@ import difflib
 import os
 import re
 import time
-from dataclasses import field
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 import carrel
@@ -29,7 +29,6 @@ from carrel.policy.documents import sources as sources_document
 from carrel.policy.documents.documents import MAX_DOCUMENT
 from carrel.policy.documents.recipes import Recipe
 from carrel.policy.rules.layers import Layer, Policy
-from carrel.primitives.records import dataclass
 from carrel.store import SessionRecord, SessionStore
 
 FRESH_S = 2.0

@@ -6,9 +6,9 @@ The bytes come from inside a sandbox: the reader never stores more than one end 
 from __future__ import annotations
 
 import base64
+from dataclasses import dataclass
 
 from carrel.errors import SandboxLost
-from carrel.primitives.records import dataclass
 
 MAX_END = 1024 * 1024
 _HEADER = 5

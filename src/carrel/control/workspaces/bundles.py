@@ -8,13 +8,13 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass
 
 from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
 from carrel.errors import CarrelError, InvalidRequest, SandboxLost
 from carrel.models import FilesWritten
 from carrel.models.bundles import BundlePart, Unbundling
-from carrel.primitives.records import dataclass
 
 SMALL = 64 * 1024
 AT_ONCE = 16

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from carrel.control.workspaces.filespace_bases import FilespaceBases
@@ -21,7 +21,6 @@ from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, S
 from carrel.metrics import Metrics
 from carrel.models import State, WorkspaceUsage
 from carrel.models.base import namespace_of
-from carrel.primitives.records import dataclass
 from carrel.store import SessionRecord
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 from carrel.workspaces.archive import Archive

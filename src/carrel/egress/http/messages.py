@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import httptools
 
 from carrel.egress.access import BadRequest, BadResponse
-from carrel.primitives.records import dataclass
 
 MOST = 64 * 1024
 """The size limit of a head."""

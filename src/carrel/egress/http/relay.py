@@ -14,6 +14,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from carrel.egress.access import Access, AccessRefused, BadRequest, BadResponse, Target
 from carrel.egress.http import answers
@@ -35,7 +36,6 @@ from carrel.egress.outbound.names import read_authority
 from carrel.egress.plan import Injected
 from carrel.egress.sockets import Ended, Undeliverable
 from carrel.policy.verdict import Verdict
-from carrel.primitives.records import dataclass
 from carrel.primitives.tasks import cancel
 from carrel.redaction.redact import StreamRedactor
 

@@ -16,8 +16,7 @@ import threading
 import time
 from collections import OrderedDict
 from contextlib import suppress
-
-from carrel.primitives.records import dataclass
+from dataclasses import dataclass
 
 MOST_ENTRIES = 100_000
 """The limit on files and pages, however small they are."""

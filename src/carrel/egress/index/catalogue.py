@@ -12,6 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import httpx
@@ -22,7 +23,6 @@ from carrel.egress.index.client import FairLimit, IndexClient, SharedPermit, Unr
 from carrel.egress.index.pages import BadPage, ProjectPage
 from carrel.egress.plan import PackageIndex
 from carrel.primitives.cache import Cache
-from carrel.primitives.records import dataclass
 from carrel.primitives.tasks import cancel
 
 log = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from ipaddress import ip_address
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,6 @@ import httpx
 
 from carrel.egress.plan import PackageIndex
 from carrel.policy.rules import addresses
-from carrel.primitives.records import dataclass
 
 
 class FairLimit:

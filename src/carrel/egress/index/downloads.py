@@ -16,12 +16,12 @@ import zipfile
 import zlib
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from carrel.egress.index.cache import CacheDraft, OpenFile, PackageCache
 from carrel.egress.index.client import FairLimit, IndexClient, SharedPermit, Unreachable
 from carrel.egress.plan import PackageIndex
-from carrel.primitives.records import dataclass
 from carrel.primitives.tasks import cancel
 from carrel.threads import run_to_end
 

@@ -16,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from urllib.parse import quote, unquote, urlsplit
 
@@ -41,7 +41,6 @@ from carrel.egress.index.pages import BadPage, Link, ProjectPage
 from carrel.egress.plan import PackageIndex
 from carrel.policy.verdict import Verdict
 from carrel.primitives.cache import Cache
-from carrel.primitives.records import dataclass
 
 IDLE_S = 60.0
 """An install ends when no request comes for this long."""

@@ -12,15 +12,13 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from typing import Literal
 from urllib.parse import unquote, urljoin, urlsplit
 
 from packaging.utils import InvalidName, InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion
-
-from carrel.primitives.records import dataclass
 
 MOST_BYTES = 64 << 20
 """Longer pages are refused."""

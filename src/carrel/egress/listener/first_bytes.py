@@ -7,12 +7,11 @@ servers do: what two programs could read differently is refused. Pure: knows no 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
 
 from carrel.egress.access import AccessRefused, BadRequest, Target
 from carrel.egress.outbound.names import of_address, read_host
-from carrel.primitives.records import dataclass
 
 SOCKS_VERSION = 5
 MOST_SOCKS = 512

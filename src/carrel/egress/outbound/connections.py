@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 
 from carrel.egress.access import Access, AccessRecorder, AccessRefused, Address, Ask, Dial, Resolve, Target
@@ -25,7 +25,6 @@ from carrel.isolation.inside import PROXY_PORT
 from carrel.policy.rules import addresses
 from carrel.policy.verdict import Verdict
 from carrel.primitives.cache import Cache
-from carrel.primitives.records import dataclass
 
 _MOST_VERDICTS = 4096
 _MOST_REFUSALS = 10

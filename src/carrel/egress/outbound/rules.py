@@ -6,6 +6,7 @@ Pure, and fast enough for every connection: the policy is parsed once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from urllib.parse import unquote
 
 from carrel.egress.access import Address, Target
@@ -17,7 +18,6 @@ from carrel.policy.rules.layers import Policy
 from carrel.policy.rules.packages import normalised
 from carrel.policy.rules.patterns import pattern
 from carrel.policy.verdict import Verdict, strictest
-from carrel.primitives.records import dataclass
 
 MB = 1024 * 1024
 

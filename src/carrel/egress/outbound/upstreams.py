@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from ipaddress import IPv4Address, ip_address
 from urllib.parse import unquote, urlsplit
@@ -25,7 +25,6 @@ from carrel.egress.plan import Upstream
 from carrel.egress.sockets import IDLE_S, connect, look, send, take
 from carrel.errors import InvalidRequest
 from carrel.primitives.backoff import Backoff
-from carrel.primitives.records import dataclass
 from carrel.primitives.tasks import cancel
 
 # The replies of a SOCKS server that mean it cannot reach the target. All others are about the server or its rules.

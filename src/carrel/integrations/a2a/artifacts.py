@@ -9,6 +9,7 @@ import hashlib
 import logging
 import mimetypes
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from urllib.parse import quote, urlencode
 
 from a2a.helpers import new_raw_part, new_text_part, new_url_part
@@ -18,7 +19,6 @@ from carrel.client import AsyncSandbox
 from carrel.errors import CarrelError, Denied, FileMissing, InvalidPath, NotFound, TooLarge
 from carrel.integrations.text import printable
 from carrel.models import FileInfo, FileKind
-from carrel.primitives.records import dataclass
 
 log = logging.getLogger("carrel.a2a")
 

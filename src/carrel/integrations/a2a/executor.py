@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from a2a.helpers import new_text_part
 from a2a.server.agent_execution import AgentExecutor, RequestContext
@@ -36,7 +36,6 @@ from carrel.integrations.a2a.runs import RunRequest, TaskRuns
 from carrel.integrations.a2a.tasks import TERMINAL, TaskStore
 from carrel.integrations.a2a.updates import Updates
 from carrel.integrations.langgraph import Checkpoints
-from carrel.primitives.records import dataclass
 
 log = logging.getLogger("carrel.a2a")
 

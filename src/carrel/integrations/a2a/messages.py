@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from a2a.helpers import get_data_parts, get_text_parts, new_data_part, new_text_part
@@ -16,7 +17,6 @@ from langchain_core.messages import AIMessage, BaseMessage, ToolMessage
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
 from carrel.integrations.langgraph import PendingApproval
 from carrel.integrations.text import one_line, sendable_text
-from carrel.primitives.records import dataclass
 
 LONGEST_ANSWER = 100_000
 LONGEST_STEP = 500

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 import httpx
@@ -21,7 +22,6 @@ from google.protobuf.json_format import MessageToJson  # type: ignore[import-unt
 from carrel.errors import CarrelError, Denied, InvalidRequest, LimitExceeded
 from carrel.integrations.a2a.background import Background
 from carrel.primitives.backoff import Backoff
-from carrel.primitives.records import dataclass
 
 log = logging.getLogger("carrel.a2a")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from a2a.helpers import new_data_part, new_text_part
@@ -29,7 +29,6 @@ from carrel.integrations.langgraph import PendingApproval, Workspace, answer, at
 from carrel.integrations.langgraph.graph import Graph
 from carrel.integrations.langgraph.workspace import commands_of
 from carrel.primitives.backoff import Backoff
-from carrel.primitives.records import dataclass
 
 log = logging.getLogger("carrel.a2a")
 

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 import uvicorn
@@ -35,7 +35,6 @@ from carrel.integrations.a2a.runs import TaskRuns
 from carrel.integrations.a2a.tasks import open_tasks
 from carrel.integrations.http import listen, url_of, uvicorn_config
 from carrel.integrations.langgraph import ModelMetrics, build_graph, open_checkpointer, resolve_model
-from carrel.primitives.records import dataclass
 
 GRACE_S = 5
 TABLES, TABLES_S = "the tables of tasks", 30.0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import cast
@@ -36,7 +37,6 @@ from carrel.errors import InvalidRequest, PlatformError
 from carrel.integrations.a2a.names import LONGEST
 from carrel.integrations.langgraph.sqlite import InlineConnection
 from carrel.primitives.cache import Cache
-from carrel.primitives.records import dataclass
 
 TERMINAL = frozenset(
     {

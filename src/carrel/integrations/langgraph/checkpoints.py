@@ -9,6 +9,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from psycopg_pool import AsyncConnectionPool, PoolTimeout
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.integrations.langgraph.locks import FileLocks, Locks, PostgresLocks, held
 from carrel.integrations.langgraph.sqlite import InlineConnection
-from carrel.primitives.records import dataclass
 
 BUSY_S = 30.0
 CONNECT_S = 10.0

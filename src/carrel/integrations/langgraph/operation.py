@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from langchain_core.messages import ToolMessage
@@ -34,7 +34,6 @@ from carrel.integrations.langgraph.approvals import InterruptAnswer, PendingAppr
 from carrel.integrations.langgraph.workspace import Workspace, own_id
 from carrel.integrations.text import one_line
 from carrel.integrations.tool_results import refusal_text
-from carrel.primitives.records import dataclass
 
 Runtime = ToolRuntime[Any, Any]
 

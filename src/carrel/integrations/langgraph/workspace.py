@@ -6,11 +6,10 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from carrel.client import AsyncClient, AsyncCommand, AsyncSandbox
 from carrel.errors import CarrelError, InvalidRequest
-from carrel.primitives.records import dataclass
 
 AT_HAND_S = 2.0
 

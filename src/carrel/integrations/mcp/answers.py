@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from mcp import types
 
 from carrel.errors import ApprovalNeeded, CarrelError, LimitExceeded, PlatformError
 from carrel.integrations.text import sendable_text
 from carrel.integrations.tool_results import hint, refusal_text
-from carrel.primitives.records import dataclass
 
 _LEFT_OUT = {"type", "title", "status"}
 

@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from mcp import types
 
@@ -18,7 +19,6 @@ from carrel.errors import ApprovalNeeded, CarrelError, InvalidRequest, from_prob
 from carrel.integrations.mcp.calls import ToolCall
 from carrel.integrations.text import one_line
 from carrel.models import ApprovalInfo, ApprovalScope, ApprovalState
-from carrel.primitives.records import dataclass
 
 KEY = "approval"
 LOOK_EVERY_S = 0.5

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from mcp import types
@@ -17,7 +17,6 @@ from carrel.integrations.mcp.answers import ToolAnswer
 from carrel.integrations.mcp.clients import ContextAccess, T, Work
 from carrel.models.base import Request
 from carrel.primitives import tasks
-from carrel.primitives.records import dataclass
 
 REPORT_EVERY_S = 1.0
 

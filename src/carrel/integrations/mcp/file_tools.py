@@ -6,6 +6,7 @@ import base64
 import binascii
 from collections.abc import Iterable
 from contextlib import aclosing
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -19,7 +20,6 @@ from carrel.integrations.mcp.output import LIMIT, boundary
 from carrel.models import FileInfo, FileKind
 from carrel.models.base import NoNul, WorkspacePath
 from carrel.models.files import MOST_LISTED
-from carrel.primitives.records import dataclass
 
 MOST_IMAGE_BYTES = 500_000
 MOST_SCANNED = 64 * 1024 * 1024

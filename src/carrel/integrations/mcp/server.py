@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from mcp import MCPError, types
@@ -28,7 +29,6 @@ from carrel.integrations.mcp.answers import refused
 from carrel.integrations.mcp.asking import KEY, Asking, Question
 from carrel.integrations.mcp.calls import Parameters, Tool, ToolCall
 from carrel.integrations.mcp.clients import Clients
-from carrel.primitives.records import dataclass
 
 log = logging.getLogger("carrel.mcp")
 

@@ -1,13 +1,13 @@
 """`sources.json`: what an agent may connect to and install: registries, git remotes, domains, languages, limits."""
 
 import re
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from carrel.policy.documents import documents
 from carrel.policy.documents.documents import DocumentPart
-from carrel.primitives.records import dataclass
 
 NAME = "sources.json"
 MOST_DELETE_LIMIT = 1_000_000

@@ -7,7 +7,7 @@ allow everything are refused. Rules that do less or more than they seem to give 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from carrel.errors import InvalidRequest
 from carrel.models import PolicyWarning
@@ -15,7 +15,6 @@ from carrel.policy.documents.settings import Permissions, SettingsDocument
 from carrel.policy.documents.sources import LowestLimits, Sources, limits
 from carrel.policy.rules.rules import Rule, RuleIndex, match_words, parse
 from carrel.policy.shell import RUNNERS, Argument, Unknown
-from carrel.primitives.records import dataclass
 
 BUILT_IN = "built-in"
 _OWN_WORDS = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from urllib.parse import urlsplit
 
@@ -16,7 +16,6 @@ from carrel.policy.documents.sources import PackageManager, Sources
 from carrel.policy.rules import remotes
 from carrel.policy.shell import PIP, PYTHON, Argument, Unknown, base, module_of, shown, word_set
 from carrel.policy.verdict import Verdict
-from carrel.primitives.records import dataclass
 
 ReadFile = Callable[[str], str | None]
 """Returns the text of a file of the sandbox; None if it cannot be read. The path is the one in the command."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
-
-from carrel.primitives.records import dataclass
 
 _ANY: Final = 0
 _ONE: Final = 1

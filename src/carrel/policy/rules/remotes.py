@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from carrel.policy.documents.sources import Git
 from carrel.policy.rules.patterns import pattern
 from carrel.policy.shell import Argument, Unknown, base, is_safe_config, shown
 from carrel.policy.verdict import Verdict
-from carrel.primitives.records import dataclass
 
 _GLOBAL_FLAGS = frozenset(
     {"--no-pager", "-P", "--paginate", "-p", "--bare", "--no-replace-objects", "--literal-pathspecs"}

@@ -16,7 +16,7 @@ import difflib
 import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from carrel.errors import InvalidRequest
@@ -25,7 +25,6 @@ from carrel.policy.rules.addresses import read as read_address
 from carrel.policy.rules.patterns import PathPattern, Pattern, path_pattern, pattern
 from carrel.policy.shell import Argument, Unknown, base
 from carrel.policy.verdict import Kind
-from carrel.primitives.records import dataclass
 
 KINDS: tuple[Kind, ...] = ("shell", "file", "network", "mcp")
 OPERATIONS = ("read", "write", "delete")

@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
 
 from carrel.policy.shell.step_budget import StepBudget
 from carrel.policy.shell.syntax import Expansion, LiteralText, Unreadable, Word
-from carrel.primitives.records import dataclass
 
 MOST_WORDS = 1000
 SPARE_LOOKS, LOOKS = 50_000, 4

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from carrel.policy.shell.arguments import Argument, Unknown, arguments, joined
@@ -15,7 +16,6 @@ from carrel.policy.shell.step_budget import StepBudget
 from carrel.policy.shell.syntax import Dialect, Expansion, Function, TextFacts, Unreadable, Word, may_run
 from carrel.policy.shell.words import NAME
 from carrel.policy.shell.wrappers import SAFE_OPTIONS
-from carrel.primitives.records import dataclass
 
 
 class FinderState(Protocol):

@@ -9,6 +9,7 @@ import posixpath
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from carrel.policy.shell import commands
@@ -36,7 +37,6 @@ from carrel.policy.shell.syntax import (
 )
 from carrel.policy.shell.variables import LOCALE, belongs_to, changes_what_runs, is_evaluated
 from carrel.policy.shell.wrappers import RUNNERS, Wrapped, base, unwrap
-from carrel.primitives.records import dataclass
 
 MOST_COMMANDS = 1000
 MOST_DIRECTORIES = 16

@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from carrel.policy.shell.arguments import Argument, Unknown, shown, word_set
 from carrel.policy.shell.sed_awk import Effects, awk_reasons, read_sed
-from carrel.primitives.records import dataclass
 
 Does = Literal["text", "program", "file", "setting", "script", "asks"]
 """What the value of an option is. `text`: a text that a shell runs. `program`: a program that runs. `file`: a file that

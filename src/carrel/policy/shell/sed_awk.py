@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from carrel.policy.shell.arguments import Argument
-from carrel.primitives.records import dataclass
 
 
 @dataclass(slots=True)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
 
 from carrel.policy.shell.step_budget import StepBudget
-from carrel.primitives.records import dataclass
 
 Dialect = Literal["bash", "sh"]
 """`bash`: read the text as Bash does. `sh`: accept only text that Bash and a POSIX shell such as dash read alike."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import dropwhile, takewhile
 from posixpath import commonprefix
 from typing import Literal
@@ -16,7 +16,6 @@ from typing import Literal
 from carrel.policy.shell.arguments import Argument, Unknown, shown, word_set
 from carrel.policy.shell.options import effects
 from carrel.policy.shell.syntax import Dialect
-from carrel.primitives.records import dataclass
 
 Arguments = Sequence[Argument]
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
 from carrel.errors import CarrelError
-from carrel.primitives.records import dataclass
 from carrel.supervisor.command import exit_of
 from carrel.supervisor.output import CommandOutput
 

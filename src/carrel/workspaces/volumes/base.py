@@ -11,11 +11,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, ClassVar
 
 from carrel.errors import InvalidRequest, LimitExceeded, NotFound
-from carrel.primitives.records import dataclass
 
 if TYPE_CHECKING:
     from carrel.workspaces.volumes.capture import Known

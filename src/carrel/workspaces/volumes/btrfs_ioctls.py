@@ -10,10 +10,10 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 
 from carrel.errors import PlatformError
 from carrel.primitives import libc, walk
-from carrel.primitives.records import dataclass
 
 # The number of a request contains the size of its argument; 0x94 is the letter of btrfs.
 _SNAP_CREATE_V2, _SUBVOL_CREATE_V2, _SNAP_DESTROY_V2 = 0x50009417, 0x50009418, 0x5000943F

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import partial
 from threading import BoundedSemaphore
 from typing import NamedTuple, TypeVar
@@ -23,7 +23,6 @@ import msgpack
 
 from carrel.errors import LimitExceeded
 from carrel.primitives import libc, walk
-from carrel.primitives.records import dataclass
 from carrel.workspaces.volumes.objects import CHUNK, PACKED_MAX, Batch, ObjectStore, digest
 from carrel.workspaces.volumes.trees import Extents, pack_entries
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from carrel.primitives.records import dataclass
 from carrel.workspaces.volumes.capture import FRESH_NS, WORKERS, Folder, Known, capture
 from carrel.workspaces.volumes.objects import Batch, ObjectStore, Reader
 from carrel.workspaces.volumes.trees import EntryKind, unpack_tree

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from carrel.primitives import walk
-from carrel.primitives.records import dataclass
 from carrel.workspaces.volumes import tarball
 from carrel.workspaces.volumes.base import Change, ChangeKind
 from carrel.workspaces.volumes.capture import ROOT, place_of

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import msgpack
 
 from carrel.errors import LimitExceeded, SnapshotDamaged
-from carrel.primitives.records import dataclass
 from carrel.primitives.walk import LONGEST_NAME, LONGEST_PATH, too_deep
 from carrel.workspaces.volumes.base import Change, ChangeKind
 
