@@ -38,7 +38,7 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 LAZILY = {
-    "cli": {"server", "local", "config", "policy", "profiles", "audit", "integrations", "connections"},
+    "cli": {"server", "local", "config", "policy", "profiles", "audit", "integrations", "connections", "isolation"},
     "integrations": {"policy"},  # which addresses are not of the public internet is written down once
     "__init__": {"client", "models", "errors"},
 }

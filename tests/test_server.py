@@ -237,6 +237,7 @@ async def main():
         box = await asyncio.to_thread(post, sandboxes, server.token, {})
         done = await asyncio.to_thread(post, f"{sandboxes}/{box['id']}/commands", server.token, {"command": "true"})
         assert done["exit_code"] == 0
+        await asyncio.to_thread(get, f"{server.url}/v1/approvals/watch", server.token)
         print(*sys.modules)
         # Routes of the framework, requested at once: each of them imports it.
         pages = ("templates", "approvals", "tokens", "snapshots?limit=1", "secrets", "audit?limit=1") * 2
@@ -247,8 +248,8 @@ async def main():
 asyncio.run(main())
 """
 LATER = {
-    "a2a", "alembic", "asyncpg", "cryptography.x509", "fastapi", "httpx", "mcp", "obstore", "packaging.requirements",
-    "rich", "sqlalchemy.dialects.postgresql", "sqlalchemy.orm", "websockets.asyncio",
+    "a2a", "alembic", "asyncpg", "carrel.images.dockerfile", "cryptography.x509", "fastapi", "http.cookiejar", "httpx",
+    "mcp", "obstore", "packaging", "rich", "sqlalchemy.dialects.postgresql", "sqlalchemy.orm", "websockets.asyncio",
 }  # fmt: skip
 """Takes long to import, and neither a start nor the first command needs it."""
 

@@ -2,8 +2,6 @@
 the later source wins.
 """
 
-from __future__ import annotations
-
 import base64
 import difflib
 import os

@@ -45,11 +45,5 @@ def test_the_remedy_for_a_bridge_names_the_package(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("broken", ["raise SystemExit('no')", "print('{}')", "print('[]')", "print('')"])
-def test_a_probe_that_fails_means_missing(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = subprocess.run
-
-    def run(_command: list[str], **more: object) -> subprocess.CompletedProcess[bytes]:
-        return real([sys.executable, "-c", broken], capture_output=True, check=False)
-
-    monkeypatch.setattr("carrel.isolation.probe.subprocess.run", run)
-    assert host.__wrapped__().missing is not None
+def test_a_probe_that_fails_means_missing(broken: str) -> None:
+    assert probe.findings_of(probe.started([sys.executable, "-c", broken])).missing is not None

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from carrel.api.guard import GuardedRouter, require
 from carrel.api.parameters import Path, Query
-from carrel.api.parts import NDJSON, SSE, ClosingStream, Plane, Who, as_json, wants_sse
+from carrel.api.parts import NDJSON, SSE, ClosingStream, Plane, Who, as_json, caller_of, plane_of, wants_sse
 from carrel.identity import Identity
 from carrel.models import (
     ApprovalBatch,
@@ -52,10 +52,10 @@ async def list_approvals(
         "content": {NDJSON: _EVENT, SSE: _EVENT},
     },
 )
-async def watch_approvals(request: Request, plane: Plane, caller: Who) -> Response:
+async def watch_approvals(request: Request) -> Response:
     """First those that are pending, then each one that is created, decided or expires, until the caller disconnects."""
     sse = wants_sse(request)
-    events = _events(plane.approvals.watch(), caller.identity, sse)
+    events = _events(plane_of(request).approvals.watch(), caller_of(request).identity, sse)
     return ClosingStream(events, media_type=SSE if sse else NDJSON, headers={"cache-control": "no-store"})
 
 

@@ -60,9 +60,9 @@ def _quickly(given: list[str]) -> int | None:
     options = parse(given[1:])
     if options is None:
         return None
-    from carrel.cli.here.run import run
+    from carrel.cli.here.start import start
 
-    return run(options)
+    return start(options)
 
 
 def _extra_for(given: list[str]) -> str:

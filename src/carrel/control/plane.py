@@ -7,6 +7,8 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from carrel.audit import AuditLog, SigningKey
 from carrel.config import ApprovalSettings, Settings
@@ -21,7 +23,6 @@ from carrel.control.governance.policy_attachments import PolicyLimits, PolicyMas
 from carrel.control.governance.policy_changes import PolicyChanges
 from carrel.control.governance.webhooks import Webhook
 from carrel.control.host import HostParts
-from carrel.control.images.building import ImageBuilds
 from carrel.control.images.images import Images
 from carrel.control.images.sandbox_image import SandboxImage
 from carrel.control.images.template_images import TemplateImages
@@ -95,6 +96,9 @@ from carrel.workspaces.layout import Layout
 from carrel.workspaces.remote import Remote
 from carrel.workspaces.volumes.doctor import disk_quota, retention
 
+if TYPE_CHECKING:
+    from carrel.control.images.building import ImageBuilds
+
 log = logging.getLogger("carrel.control")
 
 FORGET_EVERY_S = 600.0
@@ -158,7 +162,7 @@ class ControlPlane:
             keep_days=settings.approvals.keep_days,
             node=node,
         )
-        admission = Admission(policies, approvals, audit, metrics, values, live)
+        self._admission = admission = Admission(policies, approvals, audit, metrics, values, live)
 
         # attachments: they turn a bare sandbox into a workspace
         snapshot_store, filespace_store = SnapshotStore(database), FilespaceStore(database)
@@ -237,15 +241,6 @@ class ControlPlane:
         self.sessions = sessions = Sessions(starting, store, workspaces, leases, live, providers, attachments)
         # Packages are made by commands of carrel's own, and the commands of callers may wait for packages.
         self.own_operations = own = OwnOperations(sessions, admission, values, policies.longest)
-        self.image_builds = ImageBuilds(
-            images,
-            host.images,
-            sessions,
-            own,
-            admission,
-            largest_mb=settings.images.layer_max_mb,
-            timeout_s=settings.images.build_timeout_s,
-        )
         envs = settings.envs
         builder = Builder(sessions, own, host.storage, largest_mb=envs.largest_mb, timeout_s=envs.build_timeout_s)
         self.environments = environments = Environments(
@@ -394,6 +389,22 @@ class ControlPlane:
         if self._webhook is not None:
             self._webhook.start()
         self._upkeep_task = asyncio.get_running_loop().create_task(self.upkeep.run())
+
+    @cached_property
+    def image_builds(self) -> ImageBuilds:
+        """Builds images. Made when it is first used: its modules take long to import."""
+        from carrel.control.images.building import ImageBuilds
+
+        limits = self.settings.images
+        return ImageBuilds(
+            self.images,
+            self._host.images,
+            self.sessions,
+            self.own_operations,
+            self._admission,
+            largest_mb=limits.layer_max_mb,
+            timeout_s=limits.build_timeout_s,
+        )
 
     async def end_revoked(self) -> None:
         """End open requests whose token another server revoked."""

@@ -64,7 +64,9 @@ Text = Annotated[str, AfterValidator(_plain)]
 class _Document(BaseModel):
     """A part of a document. Unknown fields are ignored, and `null` is the same as an absent field."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True, hide_input_in_errors=True)
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", populate_by_name=True, hide_input_in_errors=True, defer_build=True
+    )
 
     @model_validator(mode="before")
     @classmethod

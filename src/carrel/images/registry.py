@@ -19,7 +19,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from http.cookiejar import DefaultCookiePolicy
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 from weakref import WeakValueDictionary
@@ -351,6 +350,8 @@ class RegistryClient:
         return f"{scheme}://{_HUB if registry == DEFAULT_REGISTRY else registry}"
 
     def _client(self, registry: str) -> httpx.AsyncClient:
+        from http.cookiejar import DefaultCookiePolicy
+
         import httpx
 
         unverified = registry in self._access.unverified

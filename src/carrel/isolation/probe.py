@@ -12,6 +12,8 @@ import platform
 import shutil
 import subprocess
 import sys
+import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -23,6 +25,7 @@ BRIDGE = "user-mode network"
 OVERLAY = "overlay mounts"
 _TUN = "/dev/net/tun"
 PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,45 @@ class HostFindings:
         return any(finding.name == BRIDGE and finding.status == "ok" for finding in self.findings)
 
 
-@cache
 def host() -> HostFindings:
-    run = subprocess.run([sys.executable, "-m", "carrel.isolation.probe"], capture_output=True, timeout=60, check=False)
+    """Return the findings; the first call waits for the process that finds out."""
+    with _lock:
+        return _found()
+
+
+def begin() -> None:
+    """Start the process that finds out, for a caller that needs the findings later."""
+    with _lock:
+        _examining()
+
+
+@cache
+def _found() -> HostFindings:
+    return findings_of(_examining())
+
+
+@cache
+def _examining() -> subprocess.Popen[bytes]:
+    return started([sys.executable, "-m", "carrel.isolation.probe"])
+
+
+def started(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """Start a program whose output `findings_of` reads."""
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def findings_of(process: subprocess.Popen[bytes]) -> HostFindings:
+    """Wait for the program and read its findings. One that fails means that a feature is missing."""
     try:
-        answer = json.loads(run.stdout)
+        said, errors = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        said, errors = process.communicate()
+    try:
+        answer = json.loads(said)
         return HostFindings(tuple(Finding(**finding) for finding in answer["findings"]), tuple(answer["controllers"]))
     except (ValueError, KeyError, TypeError):
-        words = run.stderr.decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
+        words = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
         return HostFindings((Finding("probe", "missing", words[0], "the host could not be examined"),), ())
 
 

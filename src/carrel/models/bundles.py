@@ -4,8 +4,6 @@ A part has four bytes with the length of its head (big-endian), the head as JSON
 head. A length of 0 ends the stream. This module knows only the format.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator

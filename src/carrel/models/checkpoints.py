@@ -1,7 +1,5 @@
 """Models of checkpoints: pictures of a folder of the host that is a workspace, their differences, and undo."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Models of commands, code and tools."""
 
-from __future__ import annotations
-
 from base64 import b64decode
 from datetime import datetime
 from typing import Annotated, Literal

@@ -1,9 +1,7 @@
 """Models of environments: sets of Python packages, built once."""
 
-from __future__ import annotations
-
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -55,7 +53,7 @@ class EnvironmentAttach(Request):
     )
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> EnvironmentAttach:
+    def _one_of_two(self) -> Self:
         if (self.env is not None) + (self.requirements is not None) + self.template != 1:
             raise ValueError("give exactly one of env, requirements and template")
         if self.template and self.venv:
@@ -105,16 +103,16 @@ class EnvironmentEvent(Answer):
     problem: dict[str, object] | None = None
 
     @staticmethod
-    def said(progress: str) -> EnvironmentEvent:
+    def said(progress: str) -> "EnvironmentEvent":
         """Return the line for progress."""
         return EnvironmentEvent(progress=progress)
 
     @staticmethod
-    def done(result: EnvironmentInfo) -> EnvironmentEvent:
+    def done(result: EnvironmentInfo) -> "EnvironmentEvent":
         """Return the last line."""
         return EnvironmentEvent(environment=result)
 
     @staticmethod
-    def failed(problem: dict[str, object]) -> EnvironmentEvent:
+    def failed(problem: dict[str, object]) -> "EnvironmentEvent":
         """Return the last line of work that failed."""
         return EnvironmentEvent(problem=problem)

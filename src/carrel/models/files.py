@@ -1,7 +1,5 @@
 """Models of files of a workspace."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from enum import StrEnum
 

@@ -1,11 +1,9 @@
 """Models of approvals, policies, secrets, the audit log and tokens."""
 
-from __future__ import annotations
-
 from base64 import b64decode
 from datetime import datetime
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -274,7 +272,7 @@ class SecretValue(Request):
     value_base64: str | None = Field(default=None, max_length=131_072, repr=False)
 
     @model_validator(mode="after")
-    def _one(self) -> SecretValue:
+    def _one(self) -> Self:
         if (self.value is None) == (self.value_base64 is None):
             raise ValueError("give value or value_base64")
         if self.value_base64 is not None:

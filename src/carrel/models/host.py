@@ -1,7 +1,5 @@
 """Models of the capabilities and the disk usage of a host."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Literal
 

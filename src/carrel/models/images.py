@@ -1,7 +1,5 @@
 """Models of images: the root file systems of sandboxes."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from typing import Annotated, Literal
 
@@ -106,16 +104,16 @@ class ImageEvent(Answer):
     problem: dict[str, object] | None = None
 
     @staticmethod
-    def said(progress: ImageProgress | str) -> ImageEvent:
+    def said(progress: ImageProgress | str) -> "ImageEvent":
         """Return the line for progress, or for a line of a log."""
         return ImageEvent(line=progress) if isinstance(progress, str) else ImageEvent(progress=progress)
 
     @staticmethod
-    def done(result: ImageInfo) -> ImageEvent:
+    def done(result: ImageInfo) -> "ImageEvent":
         """Return the last line."""
         return ImageEvent(image=result)
 
     @staticmethod
-    def failed(problem: dict[str, object]) -> ImageEvent:
+    def failed(problem: dict[str, object]) -> "ImageEvent":
         """Return the last line of work that failed."""
         return ImageEvent(problem=problem)

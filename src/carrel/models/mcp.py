@@ -1,9 +1,7 @@
 """Models of MCP servers, their catalogues, and calls of their tools."""
 
-from __future__ import annotations
-
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -53,7 +51,7 @@ class McpServerRequest(Request):
     enabled: bool = Field(default=True, description="whether it may start")
 
     @model_validator(mode="after")
-    def _plain(self) -> McpServerRequest:
+    def _plain(self) -> Self:
         if not self.command[0]:
             raise ValueError("the command names no program")
         if twice := self.variables.keys() & self.secret_variables.keys():

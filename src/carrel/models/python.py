@@ -1,10 +1,8 @@
 """Models of calls of Python, code contexts and their cells."""
 
-from __future__ import annotations
-
 from base64 import b64decode
 from datetime import datetime
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -41,7 +39,7 @@ class _InEnvironment(Request):
     variables: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256)
 
     @model_validator(mode="after")
-    def _at_most_one(self) -> _InEnvironment:
+    def _at_most_one(self) -> Self:
         if self.env is not None and self.requirements is not None:
             raise ValueError("name an environment or give requirements, not both")
         return self
@@ -193,7 +191,7 @@ class StatelessRequest(Request):
     python_index: IndexName | None = Field(default=None, description="the registry of the policy to build it from")
 
     @model_validator(mode="after")
-    def _at_most_one(self) -> StatelessRequest:
+    def _at_most_one(self) -> Self:
         if self.env_name is not None and self.requirements is not None:
             raise ValueError("name an environment or give requirements, not both")
         return self

@@ -1,7 +1,5 @@
 """Models of sandboxes and sessions."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Literal

@@ -1,7 +1,5 @@
 """Models of snapshots, forks and filespaces."""
 
-from __future__ import annotations
-
 from datetime import datetime
 from enum import StrEnum
 from typing import Literal

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 Span = tuple[int, int]
 PENDING: Span = (-1, -1)
@@ -33,6 +33,10 @@ def stands_alone(data: bytes, at: int, *, part: bool = False) -> bool:
     return _ENDED.search(data, max(0, at - CONTEXT), at) is not None
 
 
+_compiled = cache(re.compile)
+"""To compile all shapes takes longer than most programs need: few texts have a candidate."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """One kind of token: `name` for people, `anchors` to find candidates, `form` to decide.
@@ -46,11 +50,11 @@ class Shape:
 
     name: str
     anchors: tuple[bytes, ...]
-    form: re.Pattern[bytes]
-    alive: re.Pattern[bytes]
+    form: bytes
+    alive: bytes
     longest: int
     checks: tuple[re.Pattern[bytes], ...] = ()
-    torn: re.Pattern[bytes] | None = None
+    torn: bytes | None = None
     part: bool = False
 
     @cached_property
@@ -71,13 +75,13 @@ class Shape:
             return None  # decided without a match of the whole long run
         stop = at + self.longest
         more = not final and len(data) < stop
-        found = self.form.match(data, at, stop)
+        found = _compiled(self.form).match(data, at, stop)
         if found is None and more:
-            begun = self.alive.match(data, at)
+            begun = _compiled(self.alive).match(data, at)
             if begun is not None and begun.end() == len(data):
                 return PENDING
         if found is None and self.torn is not None:
-            found = self.torn.match(data, at, stop)
+            found = _compiled(self.torn).match(data, at, stop)
         if found is None:
             return None
         if more and found.end() == len(data) and self.torn is None:
@@ -107,8 +111,8 @@ def _run(
     return Shape(
         name,
         tuple(prefix.encode() for prefix in prefixes),
-        re.compile(f"(?:{heads})(?P<run>[{letters}]{{{size}}}){exact}".encode()),
-        re.compile(f"(?:{heads})[{letters}]{{0,{largest}}}".encode()),
+        f"(?:{heads})(?P<run>[{letters}]{{{size}}}){exact}".encode(),
+        f"(?:{heads})[{letters}]{{0,{largest}}}".encode(),
         max(map(len, prefixes)) + largest + 1,
         checks,
     )
@@ -125,8 +129,8 @@ _ENDS = rf"(?:{_BREAK}[A-Za-z0-9+/=]{{1,15}}+){{0,3}}"
 _KEY = r"[A-Z0-9 ]{0,32}PRIVATE KEY(?: BLOCK)?-----"
 
 
-def _compile(*parts: str) -> re.Pattern[bytes]:
-    return re.compile("".join(parts).encode())
+def _pattern(*parts: str) -> bytes:
+    return "".join(parts).encode()
 
 
 SHAPES: tuple[Shape, ...] = (
@@ -159,36 +163,36 @@ SHAPES: tuple[Shape, ...] = (
     Shape(
         "sendgrid-key",
         (b"SG.",),
-        _compile(rf"SG\.{_B64URL}{{22}}\.{_B64URL}{{43}}(?!{_B64URL})"),
-        _compile(rf"SG\.{_B64URL}{{0,22}}(?:\.{_B64URL}{{0,43}})?"),
+        _pattern(rf"SG\.{_B64URL}{{22}}\.{_B64URL}{{43}}(?!{_B64URL})"),
+        _pattern(rf"SG\.{_B64URL}{{0,22}}(?:\.{_B64URL}{{0,43}})?"),
         71,
     ),
     Shape(
         "jwt",
         (b"eyJ",),
-        _compile(rf"eyJ{_B64URL}{{8,2048}}\.eyJ{_B64URL}{{8,8192}}\.{_B64URL}{{16,1024}}"),
-        _compile(rf"eyJ{_B64URL}{{0,2048}}(?:\.(?:e(?:y(?:J{_B64URL}{{0,8192}}(?:\.{_B64URL}{{0,1024}})?)?)?)?)?"),
+        _pattern(rf"eyJ{_B64URL}{{8,2048}}\.eyJ{_B64URL}{{8,8192}}\.{_B64URL}{{16,1024}}"),
+        _pattern(rf"eyJ{_B64URL}{{0,2048}}(?:\.(?:e(?:y(?:J{_B64URL}{{0,8192}}(?:\.{_B64URL}{{0,1024}})?)?)?)?)?"),
         12_000,
     ),
     Shape(
         "aws-secret-key",
         (b"aws_secret_access_key", b"AWS_SECRET_ACCESS_KEY", b"SecretAccessKey"),
-        _compile(
+        _pattern(
             rf"[A-Za-z_]{{15,21}}{_QUOTE}[ \t]{{0,4}}[:=][ \t]{{0,4}}{_QUOTE}",
             r"(?P<token>[A-Za-z0-9/+]{40})(?![A-Za-z0-9/+=])",
         ),
-        _compile(rf"[A-Za-z_]{{15,21}}{_QUOTE}[ \t]{{0,4}}(?:[:=][ \t]{{0,4}}{_QUOTE}[A-Za-z0-9/+]{{0,40}})?"),
+        _pattern(rf"[A-Za-z_]{{15,21}}{_QUOTE}[ \t]{{0,4}}(?:[:=][ \t]{{0,4}}{_QUOTE}[A-Za-z0-9/+]{{0,40}})?"),
         80,
         part=True,
     ),
     Shape(
         "authorization",
         (b"Authorization", b"authorization", b"AUTHORIZATION"),
-        _compile(
+        _pattern(
             rf"[A-Za-z]{{13}}{_QUOTE}[ \t]{{0,4}}[:=][ \t]{{0,4}}{_QUOTE}",
             rf"(?i:bearer|basic|token|digest|apikey)[ \t]{{1,4}}(?P<token>{_CREDENTIAL}{{8,8192}})",
         ),
-        _compile(
+        _pattern(
             rf"[A-Za-z]{{13}}{_QUOTE}[ \t]{{0,4}}(?:[:=][ \t]{{0,4}}{_QUOTE}",
             rf"(?:[A-Za-z]{{1,6}}(?:[ \t]{{1,4}}{_CREDENTIAL}{{0,8192}})?)?)?",
         ),
@@ -198,14 +202,14 @@ SHAPES: tuple[Shape, ...] = (
     Shape(
         "private-key",
         (b"-----BEGIN ",),
-        _compile(rf"-----BEGIN {_KEY}{_HEADERS}{_LINE}{{0,1024}}{_ENDS}{_BREAK}-----END {_KEY}"),
-        _compile(
+        _pattern(rf"-----BEGIN {_KEY}{_HEADERS}{_LINE}{{0,1024}}{_ENDS}{_BREAK}-----END {_KEY}"),
+        _pattern(
             r"-----BEGIN [A-Z0-9 ]{0,50}(?:-{1,4}(?!-)|",
             rf"-----{_HEADERS}{_LINE}{{0,1024}}{_ENDS}(?:{_BREAK})?[^\r\n]{{0,128}})?",
         ),
         16_384,
         # Without the end line, the lines of the key are redacted too.
-        torn=_compile(rf"-----BEGIN {_KEY}{_HEADERS}{_LINE}{{1,1024}}"),
+        torn=_pattern(rf"-----BEGIN {_KEY}{_HEADERS}{_LINE}{{1,1024}}"),
         part=True,
     ),
 )

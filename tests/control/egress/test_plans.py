@@ -83,6 +83,16 @@ def test_a_sandbox_trusts_the_authority_that_the_proxy_has_however_many_ask_for_
     assert len(os.listdir(tmp_path)) == 10
 
 
+async def test_an_authority_that_was_begun_is_used_once_and_forgotten_with_the_sandbox(tmp_path: Path) -> None:
+    made = plans(tmp_path, policy(f'{{"credentials": [{CREDENTIAL}]}}'), key=b"hush-1234")
+    made.prepare("sbx-1")
+    begun = made._making["sbx-1"]
+    assert (await made.of(RECORD)).authority == begun.result() == (tmp_path / "ca-sbx-1.pem").read_text()
+    made.prepare("sbx-2")  # its start fails
+    made.forget("sbx-2")
+    assert made._making == {} and os.listdir(tmp_path) == ["ca-sbx-1.pem"]
+
+
 async def test_a_secret_that_is_not_there_yet_is_left_out(tmp_path: Path) -> None:
     assert (await plans(tmp_path, policy(f'{{"credentials": [{CREDENTIAL}]}}')).of(RECORD)).injected == ()
 

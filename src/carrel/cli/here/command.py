@@ -1,4 +1,4 @@
-"""`here`: a coding agent, or any program, on the current folder. This module declares the options; see `run`."""
+"""`here`: a coding agent, or any program, on the current folder. This module declares the options; see `start`."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def here(
     carrel here
     git diff | carrel here -- codex exec 'review this'
     """
-    from carrel.cli.here.run import run
+    from carrel.cli.here.start import start
 
     raise typer.Exit(
-        run(
+        start(
             HereOptions(
                 command=tuple(command or ()),
                 profile=profile,

@@ -1,4 +1,4 @@
-"""Runs a program on the current folder: finds the server, starts the sandbox, passes the streams on, sums up.
+"""Runs a program on a folder with a server: starts the sandbox, passes the streams on, sums up.
 
 Imports little, because `carrel here` must start quickly; see `wire`.
 """
@@ -12,14 +12,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cache
 from typing import Any
 
 from carrel.cli.failures import note
 from carrel.cli.here.questions import ApprovalQuestions
-from carrel.cli.here.server import FolderServer, client_directory, found_or_started, server_for
+from carrel.cli.here.server import FolderServer, client_directory, found_or_started
 from carrel.cli.here.setup import HereSetup, setup_for
 from carrel.cli.here.streams import Attached, exit_code, has_terminal, terminal_size
 from carrel.cli.here.tools import HOME, FoundTool, find_tool
@@ -49,16 +48,18 @@ PASSED_VARIABLES = (
 """Variables of the user that a program gets. Others may hold secrets, so the user names them with `--env`."""
 
 
-def run(options: HereOptions) -> int:
-    """Run the program of the options; return its exit code."""
+def prepare(options: HereOptions, folder: str) -> Callable[[FolderServer], int]:
+    """Read the setup of the program; return the function that runs it with a server and returns its exit code."""
     began = time.time()
-    folder = _folder(options)
     command = list(options.command) or [_shell() if options.image is None else "/bin/sh"]
     agent = _agent_name(options, command)
     context = context_id(folder, agent)
-    prepared = cache(lambda: setup_for(options, folder, command, context))
-    with server_for(folder, meanwhile=prepared) as server, _using(context) as alone:
-        setup = prepared()
+    setup = setup_for(options, folder, command, context)
+    return lambda server: _run(server, options, setup, folder, context, began)
+
+
+def _run(server: FolderServer, options: HereOptions, setup: HereSetup, folder: str, context: str, began: float) -> int:
+    with _using(context) as alone:
         wire = LocalWire(server.url, server.agent_token or server.token)
         for sentence in setup.notes:
             note(f"carrel: {sentence}")
@@ -127,18 +128,6 @@ def _agent_name(options: HereOptions, command: list[str]) -> str:
     if options.image is None:
         return plain
     return f"{plain}-{hashlib.sha256(options.image.encode()).hexdigest()[:8]}"  # a session keeps its image
-
-
-def _folder(options: HereOptions) -> str:
-    """Return the current folder by its real path."""
-    folder = os.path.realpath(os.getcwd())
-    home = os.path.realpath(os.path.expanduser("~"))
-    if (home == folder or home.startswith(folder.rstrip("/") + "/")) and not options.yes:
-        raise InvalidRequest(
-            f"{folder} holds your whole home directory",
-            hint="change to the folder of one project; --yes uses this one nevertheless",
-        )
-    return folder
 
 
 def _shell() -> str:

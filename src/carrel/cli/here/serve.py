@@ -6,6 +6,7 @@ package starts it and says what the directory and the descriptors are.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ def main(directory: str, starting: Sequence[int]) -> int:
     """Run the server until nobody uses it; return the exit code. Every failure becomes a line or two in its log."""
     try:
         with using("server"), importing():
+            from carrel.isolation import probe
+
+            probe.begin()  # a process that takes as long as the imports
             from carrel import config
             from carrel.server import serve
         flags = {
@@ -28,6 +32,8 @@ def main(directory: str, starting: Sequence[int]) -> int:
             "log_level": "warning",
             "sandbox.folder_roots": "/",  # it belongs to the user, who chooses the folder
         }
+        if "CARREL_VOLUMES" not in os.environ and not os.path.exists(os.path.join(directory, "storage", "pool.btrfs")):
+            flags["volumes"] = "directory"  # folders need no volumes, and to mount a pool takes a while
         serve(config.load(flags), Path(directory, "users"), starting)
     except BaseException as error:
         return exit_code_of(error)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 
@@ -89,6 +91,16 @@ def inspects(policy: Policy) -> bool:
     return any(web.inspected_domains or web.credentials or web.requests for web in web_access(policy))
 
 
+def _make(sandbox: str, made: Future[str]) -> None:
+    try:
+        from carrel.egress.http.authority import host_roots, make_authority  # few sandboxes have one; it takes long
+
+        host_roots()  # they are kept
+        made.set_result(make_authority(sandbox))
+    except BaseException as error:
+        made.set_exception(error)
+
+
 class Plans:
     """Builds plans."""
 
@@ -99,6 +111,12 @@ class Plans:
         self._values = values
         self._indexes: tuple[PackageIndex, ...] | None = None
         self._registries: tuple[HostRegistry, ...] = ()
+        self._making: dict[str, Future[str]] = {}
+
+    def prepare(self, sandbox: str) -> None:
+        """Begin to make the authority of a sandbox that is about to start: that takes as long as its start."""
+        self._making[sandbox] = made = Future[str]()
+        threading.Thread(target=_make, args=(sandbox, made), daemon=True).start()
 
     async def of(self, record: SessionRecord) -> EgressPlan:
         """Build the plan of a sandbox from its context's current policy."""
@@ -149,7 +167,8 @@ class Plans:
         return files
 
     def forget(self, sandbox: str) -> None:
-        """Remove the authority of a sandbox that has ended."""
+        """Remove the authority of a sandbox that has ended, or whose start failed."""
+        self._making.pop(sandbox, None)
         with suppress(FileNotFoundError):
             os.unlink(self._path(sandbox))
 
@@ -160,14 +179,16 @@ class Plans:
         path = self._path(sandbox)
         with suppress(FileNotFoundError), open(path, encoding="ascii") as file:
             return file.read()
-        from carrel.egress.http.authority import make_authority  # few sandboxes have one, and it takes long
-
-        made = make_authority(sandbox)
+        made = self._making.pop(sandbox, None)
+        if made is None:
+            made = Future[str]()
+            _make(sandbox, made)
+        pem = made.result()
         try:
-            write_file(path, made.encode("ascii"), replace=False)
+            write_file(path, pem.encode("ascii"), replace=False)
         except FileExistsError:  # another thread was faster, and the sandbox may trust that authority already
             return self._authority(sandbox)
-        return made
+        return pem
 
     def _chosen(self, policy: Policy) -> tuple[Upstream, ...]:
         """Return the proxies that a policy names: those in the lists of all layers, in the order of the highest."""

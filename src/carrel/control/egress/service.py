@@ -23,7 +23,7 @@ from carrel.control.egress.plans import Plans, shut
 from carrel.control.operations.admission import Admission, Redact
 from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller
-from carrel.control.sessions.attachments import Attachment
+from carrel.control.sessions.attachments import Attachment, LaunchPlan
 from carrel.control.sessions.live import LiveSandbox
 from carrel.egress.plan import EgressPlan
 from carrel.errors import ApprovalNeeded, CarrelError, Denied, PlatformError
@@ -130,6 +130,13 @@ class EgressService(Attachment):
         elif warm:
             self._restoring = asyncio.get_running_loop().create_task(self._restore())
         self._upkeep = asyncio.get_running_loop().create_task(self._refresh_all())
+
+    async def prepare(self, plan: LaunchPlan, workspace: str) -> LaunchPlan:
+        """Begin to make the authority that the sandbox will trust, if its connections are inspected."""
+        if plan.trusts_proxy:
+            self._plans.prepare(plan.record.id)
+            plan.undo.callback(self._plans.forget, plan.record.id)
+        return plan
 
     async def attach(self, box: LiveSandbox) -> None:
         """Attach a new sandbox, if its network goes through the proxy. Its connections wait until the process has its

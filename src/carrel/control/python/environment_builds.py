@@ -16,8 +16,6 @@ import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
-from packaging.utils import canonicalize_name
-
 from carrel.control.governance.policies import INDEX_LABEL
 from carrel.control.operations.caller import OWN_WORK
 from carrel.control.operations.operations import OwnOperations
@@ -236,6 +234,8 @@ def described(draft: EnvironmentDraft, wanted: ResolvableRequest) -> Built:
     """Describe a draft by its own files. They are hostile input: only entries of the right form are taken. Blocking."""
     configuration = _read(os.path.join(draft.path, "pyvenv.cfg"), 64 * 1024)
     version = _VERSION.search(configuration)
+    from packaging.utils import canonicalize_name  # not at the top: it takes long
+
     packages = os.path.join(draft.path, "lib", f"python{wanted.version}", "site-packages")
     try:
         names = sorted(os.listdir(packages))
@@ -264,6 +264,8 @@ def described(draft: EnvironmentDraft, wanted: ResolvableRequest) -> Built:
 
 def modules(record: str, project: str) -> list[str]:
     """Return the modules of a package by its list of files: the one with its name, else all public ones."""
+    from packaging.utils import canonicalize_name
+
     found: Mapping[str, None] = dict.fromkeys(
         top
         for line in record.splitlines()

@@ -13,8 +13,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from packaging.utils import canonicalize_name
-
 from carrel.egress.plan import PackageIndex
 from carrel.errors import InvalidRequest, PlatformError
 from carrel.models import Limits, Trust
@@ -93,6 +91,7 @@ def name_of(key: bytes, hash: str) -> str:
 def requirements_of(given: Iterable[str]) -> tuple[str, ...]:
     """Normalize requirements; `InvalidRequest` for one that is not valid, or names a URL."""
     from packaging.requirements import InvalidRequirement, Requirement  # not at the top: it takes long
+    from packaging.utils import canonicalize_name
 
     found = set()
     for text in given:
@@ -181,6 +180,8 @@ def lock_of(text: str) -> Lock:
     """
     if len(text) > MOST_LOCK:
         raise InvalidRequest("the requirements need too many packages", field="requirements", hint="ask for less")
+    from packaging.utils import canonicalize_name
+
     entries: list[tuple[str, str, str, list[str]]] = []
     for line in text.splitlines():
         if not line.strip() or line.lstrip().startswith("#"):

@@ -38,7 +38,7 @@ _HARMLESS = {
 }
 _SECTION = re.compile(r'\[([A-Za-z]+)(?: "[^"\\]*")?\]')
 _ENTRY = re.compile(r"([A-Za-z]+)(?: *= *([^\"\\]*))?")
-_UNSEEN = re.compile(r"[^\t\n -\x7e\xa0-\U0010ffff]")
+_UNSEEN = r"[^\t\n -\x7e\xa0-\U0010ffff]"
 
 
 def is_harmless_config(content: bytes) -> bool:
@@ -47,7 +47,7 @@ def is_harmless_config(content: bytes) -> bool:
         text = content.decode()
     except UnicodeDecodeError:
         return False
-    if len(content) > LARGEST_CONFIG or _UNSEEN.search(text):
+    if len(content) > LARGEST_CONFIG or re.search(_UNSEEN, text):
         return False
     section = ""
     for line in (line.strip(" \t") for line in text.split("\n")):

@@ -19,7 +19,6 @@ from configparser import RawConfigParser
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
-from urllib.request import getproxies_environment
 
 from carrel.egress.plan import HostRegistry, PackageIndex
 from carrel.errors import InvalidRequest, PlatformError
@@ -67,7 +66,11 @@ def host_proxy(
     if proxy:
         return proxy if "://" in proxy else f"http://{proxy}"
     if environment is None:
-        found = getproxies_environment()
+        found = {}
+        if any(name.lower().endswith("_proxy") for name in os.environ):
+            from urllib.request import getproxies_environment  # not at the top: it takes long
+
+            found = getproxies_environment()
     else:
         found = {name.lower().removesuffix("_proxy"): value for name, value in environment.items()}
     return found.get("https") or found.get("all") or None

@@ -1,7 +1,5 @@
 """Reads policy documents: strict JSON into a model. Errors name the position and the most similar known key."""
 
-from __future__ import annotations
-
 import difflib
 import json
 from typing import Any, TypeVar

@@ -2,8 +2,6 @@
 `sources.json`.
 """
 
-from __future__ import annotations
-
 import tomllib
 
 from pydantic import ConfigDict, Field

@@ -1,7 +1,5 @@
 """`sources.json`: what an agent may connect to and install: registries, git remotes, domains, languages, limits."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
