@@ -21,6 +21,7 @@ from tests.support.registry import RegistryServer
 from tests.support.s3 import S3Server
 from tests.support.sandboxes import KINDS, Box, House, Supervisor, parent
 from tests.support.servers import LITTLE, MUCH, ROOT, Server, science
+from tests.support.statements import compile_statements_once
 from tests.support.trust import read_certificates_once
 
 # Hooks: the watch over what is left behind, workers, and the summary.
@@ -33,6 +34,7 @@ settings.load_profile("patient")
 settings.register_profile("same", derandomize=True, database=None)
 
 read_certificates_once()
+compile_statements_once()
 gc.disable()  # until everything is collected, which makes a fifth less work
 
 

@@ -20,7 +20,7 @@ from carrel.cli.here.run import context_id
 
 
 @pytest.fixture(scope="module")
-def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def env(tmp_path_factory: pytest.TempPathFactory, carrel_forks: None) -> Iterator[dict[str, str]]:
     """A server that all tests here share."""
     base = tmp_path_factory.mktemp("here")
     with sharing(base, 'unknown_hosts = "ask"\n', CARREL_APPROVALS_TTL_S="10") as found:

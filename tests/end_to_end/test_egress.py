@@ -22,6 +22,7 @@ from carrel.client import Sandbox
 NPM_PACKAGE = "left-shelf"
 ASKED = f"127.{random.randrange(1, 255)}.{random.randrange(1, 255)}.{random.randrange(1, 255)}"
 """Where a server may have port 80 while other tests run."""
+SEARCH_URL = "http://search.test/find?q={query}"
 
 
 LOGIN = base64.b64encode(b"ann:a-password-that-stays-outside").decode()
@@ -146,7 +147,7 @@ class NpmRegistry:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    with ground() as (outside, carrel):
+    with ground(CARREL_SEARCH_URL=SEARCH_URL) as (outside, carrel):
         yield Place(outside, carrel, tmp_path_factory.mktemp("outside"))
 
 
@@ -250,6 +251,21 @@ def test_what_goes_around_the_proxy_goes_nowhere(place: Place) -> None:
     for url in (f"http://{HOST}:{place.plain.port}/", place.urls[0]):
         assert run(place.box, ["curl", "-sS", "--noproxy", "*", "-m", "5", url], ok=False).startswith("curl: ")
     assert len(place.plain.requests) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can serve port 80")
+def test_web_search_asks_the_endpoint_of_the_operator(place: Place) -> None:
+    address = f"127.{random.randrange(1, 255)}.{random.randrange(1, 255)}.{random.randrange(1, 255)}"
+    found = {"results": [{"title": "<b>Krill</b>", "url": "https://krill.example/", "content": "small &amp; many"}]}
+    engine = place.outside.site(lambda *_: json.dumps(found).encode(), host=address, port=80)
+    place.outside.names.table["search.test"] = address
+    allowed = [f"network(outbound:{address})", "shell(web-search:*)"]
+    place.carrel.client.policy("searches").put(settings={"permissions": {"allow": allowed}})
+    box = place.carrel.client.sandbox("searches", template="web-search")
+    assert run(box, ["web-search", "krill", "& whales"]) == "1. Krill\n   https://krill.example/\n   small & many\n"
+    assert [path for _method, path, _headers in engine.requests] == ["/find?q=krill%20%26%20whales"]
+    [record] = place.carrel.records("searches")
+    assert (record.arguments["host"], record.decision, record.agent) == ("search.test", "allow", "web-search")
 
 
 def test_a_person_lets_a_waiting_request_through(place: Place) -> None:

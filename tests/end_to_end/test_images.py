@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.support.fork_server import run as run_command
 from tests.support.registry import RegistryServer
 from tests.support.stored_images import layer, small, store
 
@@ -55,18 +55,19 @@ def test_run_from_a_registry_without_a_server(registry: RegistryServer, tmp_path
     env = {name: value for name, value in os.environ.items() if not name.startswith("CARREL_")}
     env |= {"CARREL_DATA_DIR": str(tmp_path / "data"), **settings(registry)}
 
-    def run(*words: str, **more: str) -> subprocess.CompletedProcess[bytes]:
-        command = [sys.executable, "-m", "carrel", "run", *words]
-        return subprocess.run(command, capture_output=True, env=env | more, timeout=120, check=False)
+    def run(*words: str, **more: str) -> tuple[int, str, str]:
+        return run_command([sys.executable, "-m", "carrel", "run", *words], env=env | more, timeout=120)
 
     name = f"{registry.host}/small:1"
-    done = run("--image", name, "--", "cat", "/etc/os-release")
-    assert (done.returncode, done.stdout) == (0, b"ID=copied\n"), done.stderr
+    code, said, errors = run("--image", name, "--", "cat", "/etc/os-release")
+    assert (code, said) == (0, "ID=copied\n"), errors
     if registry.certificate.exists():
         return
-    again = run("--image", name, "--", "cat", "/etc/os-release", CARREL_IMAGES_REGISTRIES="elsewhere.example")
-    assert again.stdout == b"ID=copied\n", "the image is kept, and needs no registry any more"
-    missing = run("--image", f"{registry.host}/small:2", "--", "true")
-    assert missing.returncode != 0 and b"small:2" in missing.stderr and b"hint" in missing.stderr
-    refused = run("--image", f"{registry.host}/small:2", "--", "true", CARREL_IMAGES_REGISTRIES="elsewhere.example")
-    assert b"CARREL_IMAGES_REGISTRIES" in refused.stderr
+    _, said, _ = run("--image", name, "--", "cat", "/etc/os-release", CARREL_IMAGES_REGISTRIES="elsewhere.example")
+    assert said == "ID=copied\n", "the image is kept, and needs no registry any more"
+    code, _, errors = run("--image", f"{registry.host}/small:2", "--", "true")
+    assert code != 0 and "small:2" in errors and "hint" in errors
+    _, _, errors = run(
+        "--image", f"{registry.host}/small:2", "--", "true", CARREL_IMAGES_REGISTRIES="elsewhere.example"
+    )
+    assert "CARREL_IMAGES_REGISTRIES" in errors

@@ -33,7 +33,7 @@ CONTEXTS, CALLS = 50, 8
 
 
 @pytest.fixture
-async def server() -> AsyncIterator[RunningServer]:
+async def server(forked: None) -> AsyncIterator[RunningServer]:
     path = tempfile.mkdtemp(prefix="carrel-t-")
     flags = {"data_dir": path, "port": 0, "volumes": "directory", "max_sandboxes": 2 * CONTEXTS}
     async with running(load(flags, environ={})) as server:

@@ -65,7 +65,7 @@ async def one(client: AsyncClient, box_id: str, mark: str, kinds: list[str]) -> 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plan=plans)
-async def test_no_call_sees_another(plan: list[list[str]]) -> None:
+async def test_no_call_sees_another(forked: None, plan: list[list[str]]) -> None:
     with tempfile.TemporaryDirectory(prefix="carrel-t-") as place:
         flags = {"data_dir": place, "port": 0, "volumes": "directory"}
         async with (

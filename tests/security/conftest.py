@@ -35,8 +35,20 @@ from carrel.primitives.trees import remove_tree
 FOLDERS = {"sandbox.folder_roots": os.path.realpath(tempfile.gettempdir())}
 IN_FOLDERS = {"test_host_files": "root in a folder", "test_mounts": "user in a folder"}
 """Modules whose attacks are also made from a sandbox that works on a folder of the host."""
-ON_IMAGE = {"test_privileges": "root on an image", "test_mounts": "user on an image"}
-"""Modules whose attacks are also made from a sandbox that runs from an image; with `--on-image` those of all are."""
+ON_IMAGE = {
+    "test_host_files": "user on an image",
+    "test_mounts": "user on an image",
+    "test_privileges": "root on an image",
+    "test_processes": "root on an image",
+    "test_secrets": "root on an image",
+    "test_termination": "user on an image",
+}
+"""Modules whose attacks are also made from a sandbox that runs from an image; with `--on-image` those of all are. Else
+they share one sandbox, as far as they need none of their own.
+"""
+NOT_SHARED = ("test_termination",)
+MASKS_ON_IMAGE = ("test_masks", "test_readonly")
+"""Modules whose masked sandboxes are also made from an image, as root."""
 IMAGE = "attacked:1"
 
 # things of the host
@@ -181,7 +193,12 @@ Spawn = Callable[[str, Path], subprocess.Popen[str]]
 @pytest.fixture(params=["root", "user"], scope="module")
 def spawn(request: pytest.FixtureRequest) -> Iterator[Spawn]:
     """Starts Python code that may import carrel, as root and as an ordinary user, with a directory that is its own."""
-    user = request.param == "user"
+    with _spawning(user=request.param == "user") as start:
+        yield start
+
+
+@contextlib.contextmanager
+def _spawning(*, user: bool) -> Iterator[Spawn]:
     if not user and not ROOT:
         pytest.skip("as root: the tests do not run as root")
     shared = Path(tempfile.mkdtemp(prefix="carrel-spawn-"))
@@ -213,8 +230,9 @@ def spawn(request: pytest.FixtureRequest) -> Iterator[Spawn]:
 class Attacker:
     """Somebody who controls what runs in one sandbox, and what the test knows of the host."""
 
-    def __init__(self, setting: str, server: Server, host: Host):
+    def __init__(self, setting: str, server: Server, host: Host, *, sharing: bool):
         self.setting = setting
+        self._sharing = sharing
         self.sealed = setting != "process"
         self.in_folder = setting.endswith("in a folder")
         self.on_image = setting.endswith("on an image")
@@ -227,8 +245,12 @@ class Attacker:
 
     @property
     def box(self) -> Sandbox:
-        """The attacker's own sandbox."""
-        if self._box is None:
+        """The attacker's own sandbox, or the one that attackers share."""
+        if self._box is None and self._sharing:
+            if self.server.pid not in _SHARED:
+                _SHARED[self.server.pid] = self.server.client.sandbox(image=IMAGE)
+            self._box = _SHARED[self.server.pid]
+        elif self._box is None:
             self._box = self.another()
         return self._box
 
@@ -300,6 +322,10 @@ class Attacker:
         self.expect(self.run(attack, **arguments))
 
     def close(self) -> None:
+        if self._sharing and self._box is not None and self._box not in self._opened:
+            for command in self._box.commands.list():  # the next attacker finds nothing of this one
+                if command.running:
+                    self._box.commands.get(command.id).kill()
         for opened in self._opened:
             opened.terminate(reason="end of the test", delete_files=bool(self._folders))
         for folder in self._folders:
@@ -308,6 +334,8 @@ class Attacker:
 
 _STOCKED: set[int] = set()
 """The servers that have the image."""
+_SHARED: dict[int, Sandbox] = {}
+"""One sandbox from an image for each server, by its process id; it ends with the server."""
 
 
 @pytest.fixture(scope="session")
@@ -329,8 +357,10 @@ def stock(server: Server, request: pytest.FixtureRequest) -> str:
 
 def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
     server = request.getfixturevalue("root_server" if setting.startswith("root") else "user_server")
-    attacker = Attacker(setting, server, host)
-    if attacker.on_image:
+    on_image = setting.endswith("on an image")
+    own = request.config.getoption("--on-image") or request.module.__name__.endswith(NOT_SHARED)
+    attacker = Attacker(setting, server, host, sharing=on_image and not own)
+    if on_image:
         stock(server, request)
     try:
         yield attacker
@@ -348,6 +378,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     ]
     if metafunc.config.getoption("--on-image"):
         more = ["root on an image", "user on an image"]
+    if "hold" in metafunc.fixturenames:
+        kinds = ["root on an image", "user on an image"]
+        if not metafunc.config.getoption("--on-image"):
+            kinds = ["root", "user", *(kinds[:1] if metafunc.module.__name__.endswith(MASKS_ON_IMAGE) else [])]
+        metafunc.parametrize("hold", kinds, indirect=True, scope="module")
     for name, settings in {"attacker": ["root", "user"], "compared": ["root", "user", "process"]}.items():
         if name in metafunc.fixturenames:
             own = settings[2:] if metafunc.config.getoption("--on-image") else settings
@@ -367,8 +402,8 @@ def compared(request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
 
 
 @pytest.fixture(scope="module")
-def hold(spawn: Any, request: pytest.FixtureRequest) -> Iterator[Hold]:
-    """Makes masked sandboxes, as root and as an ordinary user."""
-    on_image = request.config.getoption("--on-image")
-    with holding(spawn, request.getfixturevalue("debian_root") if on_image else None) as start:
+def hold(request: pytest.FixtureRequest) -> Iterator[Hold]:
+    """Makes masked sandboxes, as root and as an ordinary user, on the host's root and from an image."""
+    image = request.getfixturevalue("debian_root") if request.param.endswith("image") else None
+    with _spawning(user=request.param.startswith("user")) as spawn, holding(spawn, image) as start:
         yield start

@@ -52,7 +52,7 @@ class Capped:
 
 
 @pytest.fixture
-async def capped(request: pytest.FixtureRequest, debian_root: Path) -> AsyncIterator[Capped]:
+async def capped(request: pytest.FixtureRequest) -> AsyncIterator[Capped]:
     place = Path(tempfile.mkdtemp(prefix="cap"))
     place.chmod(0o755)
     driver = BtrfsDriver(str(place / "s"), pool_bytes=256 * MB, pool_max_bytes=256 * MB)
@@ -63,9 +63,11 @@ async def capped(request: pytest.FixtureRequest, debian_root: Path) -> AsyncIter
     try:
         driver.create("a", CAP)
         (place / "run").mkdir()
-        images = str(debian_root.parent)
+        images, root = "", None
+        if request.config.getoption("--on-image"):
+            debian: Path = request.getfixturevalue("debian_root")
+            images, root = str(debian.parent), image(debian)
         provider = open_providers(str(place / "run"), driver.directory, allow_process=False, images=images)["namespace"]
-        root = image(debian_root) if request.config.getoption("--on-image") else None
         handle = await provider.start(Launch("s1", driver.path("a"), Network.NONE, image=root))
         supervisor = Supervisor(str(handle["socket"]))
         try:

@@ -21,7 +21,7 @@ inside = types.ModuleType("inside"); exec({_INSIDE!r}, inside.__dict__); sys.mod
 exec({textwrap.dedent(inspect.getsource(attack))!r})
 inside.perform(lambda: {attack.__name__}(*{given!r}, **{named!r}))
 """
-    return ["/usr/bin/python3", "-I", "-c", code]
+    return ["/usr/bin/python3", "-I", "-S", "-c", code]  # no attack needs what is installed
 
 
 def answer(output: str) -> dict[str, Any] | None:

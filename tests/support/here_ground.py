@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
+from tests.support.fork_server import start
 
 from carrel.cli.here.questions import SILENCE_S
 from carrel.cli.here.server import server_for
@@ -63,9 +65,15 @@ def sharing(base: Path, here_toml: str = "", **settings: str) -> Iterator[dict[s
 def here(
     env: dict[str, str], folder: Path, *words: str, stdin: bytes = b"", command: list[str] = COMMAND
 ) -> subprocess.CompletedProcess[bytes]:
-    return subprocess.run(
-        [*command, *words], cwd=folder, env=env, input=stdin, capture_output=True, timeout=WAIT_S, check=False
-    )
+    """Run a command to its end; it is forked where a fork server runs."""
+    with TemporaryFile() as given, TemporaryFile() as output, TemporaryFile() as errors:
+        given.write(stdin)
+        given.seek(0)
+        code = start([*command, *words], cwd=str(folder), env=env, stdin=given, stdout=output, stderr=errors).wait(
+            WAIT_S
+        )
+        said = [file.seek(0) or file.read() for file in (output, errors)]
+    return subprocess.CompletedProcess([*command, *words], code, *said)
 
 
 class Screen:

@@ -101,7 +101,8 @@ def debian(root: Path, *, python: bool = True, programs: Iterable[str] = PROGRAM
         unwanted = shutil.ignore_patterns("test", "__pycache__", "idlelib", "tkinter", "ensurepip", "config-*")
         shutil.copytree(f"/usr/lib/{version}", root / f"usr/lib/{version}", ignore=unwanted, symlinks=True)
         files += [str(path) for path in Path(f"/usr/lib/{version}/lib-dynload").glob("*.so")]
-        files += [str(path) for path in Path("/usr/lib").glob("*-linux-gnu/libstdc++.so.6")]  # packages need it
+        for library in ("libstdc++.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1"):  # packages need them
+            files += [str(path) for path in Path("/usr/lib").glob(f"*-linux-gnu/{library}")]
     for file in files:
         _copy(root, file)
     for link, target in links.items():

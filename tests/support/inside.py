@@ -1,12 +1,9 @@
 """What an attack inside a sandbox works with: raw system calls and the like. Shipped as text, so it imports nothing of ours."""
 
-import ctypes
 import errno
 import os
 import sys
 
-LIBC = ctypes.CDLL(None, use_errno=True)
-LIBC.syscall.restype = ctypes.c_long
 NUMBERS = {
     "x86_64": {
         "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308, "mknod": 133,
@@ -33,13 +30,27 @@ NUMBERS |= {
 }  # fmt: skip
 
 
+def __getattr__(name):
+    """The C library, once an attack wants it: most of them only open and connect, and to import this takes as long."""
+    if name != "LIBC":
+        raise AttributeError(name)
+    import ctypes
+
+    libc = globals()["LIBC"] = ctypes.CDLL(None, use_errno=True)
+    libc.syscall.restype = ctypes.c_long
+    return libc
+
+
 def call(name, *arguments):
     """A system call by name; raises `OSError` as the kernel answers."""
+    import ctypes
+
+    libc = globals().get("LIBC") or __getattr__("LIBC")
     taken = [
         ctypes.c_char_p(a) if isinstance(a, bytes) else ctypes.c_long(a) if isinstance(a, int) else a for a in arguments
     ]
     ctypes.set_errno(0)
-    answer = LIBC.syscall(ctypes.c_long(NUMBERS[name]), *taken)
+    answer = libc.syscall(ctypes.c_long(NUMBERS[name]), *taken)
     if answer < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), name)

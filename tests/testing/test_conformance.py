@@ -21,6 +21,11 @@ PROVIDERS: dict[str, type[NamespaceProvider] | type[ProcessProvider]] = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _forked(forked):
+    """Every check has a zygote of its own; that zygotes start is tested with the providers."""
+
+
 @pytest.fixture
 def directories(tmp_path):
     (tmp_path / "run").mkdir()

@@ -6,12 +6,14 @@ from typing import Any
 from tests.support.sandboxes import until
 
 from carrel.audit import Filter, chain_of
-from carrel.control.egress.log import AccessLogWriter
+from carrel.control.egress.log import AccessLogWriter, AccessOwner
 from carrel.control.plane import ControlPlane
 from carrel.egress.access import Access, Target
 from carrel.egress.access_log import item_of
 from carrel.errors import PlatformError
 from carrel.policy.verdict import Verdict
+
+OWNER = AccessOwner("c", "coder")
 
 
 def access(number: int, host: str = "a.example", **more: Any) -> Access:
@@ -34,14 +36,14 @@ async def test_what_lasts_is_written_twice_and_what_is_short_once(plane: Control
     log = AccessLogWriter(plane.audit, plane.metrics, plain, acked.append)
     log.start()
     short, long = access(1), access(2, "secret.example")
-    log.take(1, [item_of(long)], lambda _: "c")
-    log.take(2, [item_of(short)], lambda _: "c")
+    log.take(1, [item_of(long)], lambda _: OWNER)
+    log.take(2, [item_of(short)], lambda _: OWNER)
     short.ended, short.received = 101.0, 7
-    log.take(3, [item_of(short)], lambda _: "c")
+    log.take(3, [item_of(short)], lambda _: OWNER)
     await until(lambda: acked == [3], what="an acknowledgement")
     assert await written(plane) == [("[hidden]", None, None, None), ("a.example", "ok", 7, None)]
     long.ended, long.result = 102.0, "broken_off"
-    log.take(4, [item_of(long)], lambda _: "c")
+    log.take(4, [item_of(long)], lambda _: OWNER)
     await until(lambda: acked == [3, 4], what="an acknowledgement")
     assert (await written(plane))[0] == ("[hidden]", "broken_off", 0, None)
     await log.close()
@@ -53,16 +55,17 @@ async def test_the_way_of_what_lasts_is_known_at_its_end(plane: ControlPlane) ->
     log = AccessLogWriter(plane.audit, plane.metrics, plain, lambda _: None)
     log.start()
     long = access(1, address="192.0.2.1")
-    log.take(1, [item_of(long)], lambda _: "c")
+    log.take(1, [item_of(long)], lambda _: OWNER)
     await until(lambda: written(plane), what="the begin")
     long.upstream, long.address, long.ended = "eu", None, 101.0
     long.method, long.path = "GET", "secret.example"
-    log.take(2, [item_of(long)], lambda _: "c")
+    log.take(2, [item_of(long)], lambda _: OWNER)
     await log.close()
     await plane.audit.flush()
     [found] = (await plane.audit.search(Filter(chain=chain_of("c"), kind="network"), limit=9)).items
     assert (found.arguments["address"], found.arguments["upstream"], found.result) == ("192.0.2.1", "eu", "ok")
     assert (found.arguments["method"], found.arguments["path"]) == ("GET", "[hidden]")
+    assert (found.context_id, found.agent) == ("c", "coder")
     [sought] = (await plane.audit.search(Filter(chain=chain_of("c"), result="ok", kind="network"), limit=9)).items
     assert sought.arguments == found.arguments
 
@@ -71,10 +74,10 @@ async def test_what_the_proxy_had_open_when_it_died_is_closed_as_unknown(plane: 
     acked: list[int] = []
     log = AccessLogWriter(plane.audit, plane.metrics, plain, acked.append)
     log.start()
-    log.take(1, [item_of(access(1))], lambda _: "c")
+    log.take(1, [item_of(access(1))], lambda _: OWNER)
     log.lost()
     await until(lambda: acked == [1], what="an acknowledgement")
-    log.take(1, [item_of(access(1, "b.example", ended=101.0))], lambda _: "c")  # the next one counts anew
+    log.take(1, [item_of(access(1, "b.example", ended=101.0))], lambda _: OWNER)  # the next one counts anew
     await log.close()
     assert await written(plane) == [
         ("a.example", "unknown", None, "the egress process ended"),
@@ -93,8 +96,8 @@ async def test_what_fails_for_a_moment_is_written_all_the_same(plane: ControlPla
 
     log = AccessLogWriter(plane.audit, plane.metrics, redact, acked.append)
     log.start()
-    log.take(1, [item_of(access(1, ended=101.0)), item_of(access(2, "b.example", ended=101.0))], lambda _: "c")
-    log.take(2, [item_of(access(3, "c.example", ended=101.0))], lambda _: "c")
+    log.take(1, [item_of(access(1, ended=101.0)), item_of(access(2, "b.example", ended=101.0))], lambda _: OWNER)
+    log.take(2, [item_of(access(3, "c.example", ended=101.0))], lambda _: OWNER)
     await until(lambda: acked == [2], what="an acknowledgement")
     await log.close()
     assert [host for host, *_ in await written(plane)] == ["a.example", "b.example", "c.example"]
@@ -104,14 +107,14 @@ async def test_what_a_killed_proxy_leaves_is_not_taken_for_what_one_before_it_to
     """A proxy that ended in good order leaves no journal: the next one counts anew."""
     log = AccessLogWriter(plane.audit, plane.metrics, plain, lambda _: None)
     log.start()
-    log.take(1, [item_of(access(1, ended=101.0))], lambda _: "c")
+    log.take(1, [item_of(access(1, ended=101.0))], lambda _: OWNER)
     log.lost()
     left = access(1, "b.example", ended=205.0, result="unknown")
     left.began = 200.0
     known = {**item_of(access(1, ended=101.0)), "recovered": True}
-    log.take(1, [known], lambda _: "c")
+    log.take(1, [known], lambda _: OWNER)
     log.lost()
-    log.take(1, [{**item_of(left), "recovered": True}], lambda _: "c")
+    log.take(1, [{**item_of(left), "recovered": True}], lambda _: OWNER)
     await log.close()
     assert [host for host, *_ in await written(plane)] == ["a.example", "b.example"]
 
@@ -135,7 +138,7 @@ async def test_why_something_was_refused_is_told_without_secrets(plane: ControlP
     host = "correct-horse-battery.example"
     refused = access(1, host, ended=101.0, result="denied_by_policy")
     refused.verdict = Verdict("deny", f"{host} is not among the domains of this agent")
-    log.take(1, [item_of(refused)], lambda _: "c")
+    log.take(1, [item_of(refused)], lambda _: OWNER)
     await log.close()
     why = "[secret:KEY].example is not among the domains of this agent"
     assert await written(plane) == [("[secret:KEY].example", "denied_by_policy", 0, why)]
@@ -157,9 +160,9 @@ async def test_what_was_under_way_when_the_proxy_was_killed_is_written_however_o
     log = AccessLogWriter(plane.audit, plane.metrics, at_the_second, acked.append)
     log.start()
     unknown = {"ended": 101.0, "result": "unknown", "reason": "the proxy was killed", "recovered": True}
-    log.take(1, [{**item_of(access(1)), **unknown}], lambda _: "c")
+    log.take(1, [{**item_of(access(1)), **unknown}], lambda _: OWNER)
     await until(lambda: acked == [1], what="an acknowledgement")
     assert await written(plane) == [("a.example", "unknown", 0, "the proxy was killed")]
-    log.take(1, [{**item_of(access(1)), **unknown}], lambda _: "c")  # told again: it was written already
+    log.take(1, [{**item_of(access(1)), **unknown}], lambda _: OWNER)  # told again: it was written already
     await log.close()
     assert len(await written(plane)) == 1

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
 from carrel.audit import AuditLog
 from carrel.audit.log import Ticket
@@ -31,8 +32,17 @@ _RETRY_S = 1.0
 _MOST_KNOWN = 20_000
 
 Item = Mapping[str, object]
-ContextOf = Callable[[str], str | None]
-_Batch = tuple[int, list[tuple[Item, str | None]]]
+
+
+class AccessOwner(NamedTuple):
+    """Whose an access is: the context of the sandbox, and whom its workspace belongs to."""
+
+    context: str | None = None
+    agent: str | None = None
+
+
+OwnerOf = Callable[[str], AccessOwner | None]
+_Batch = tuple[int, list[tuple[Item, AccessOwner]]]
 
 
 class AccessLogWriter:
@@ -53,9 +63,10 @@ class AccessLogWriter:
         """Start the task that writes."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def take(self, upto: int, items: list[Item], context_of: ContextOf) -> None:
+    def take(self, upto: int, items: list[Item], owner_of: OwnerOf) -> None:
         """Take a batch, which is acknowledged as `upto` once it is written."""
-        self._batches.put_nowait((upto, [(item, context_of(str(item["sandbox"]))) for item in items]))
+        owned = [(item, owner_of(str(item["sandbox"])) or AccessOwner()) for item in items]
+        self._batches.put_nowait((upto, owned))
 
     def lost(self) -> None:
         """End every open access: the egress process is gone, with all its connections."""
@@ -98,7 +109,7 @@ class AccessLogWriter:
             ticket.end(Ending("unknown", reason="the egress process ended"))
         self._open.clear()
 
-    async def _write(self, upto: int, items: list[tuple[Item, str | None]]) -> None:
+    async def _write(self, upto: int, items: list[tuple[Item, AccessOwner]]) -> None:
         while True:
             try:
                 while items:
@@ -113,52 +124,52 @@ class AccessLogWriter:
             await asyncio.sleep(_RETRY_S)
         self._acknowledge(upto)
 
-    async def _one(self, item: Item, context: str | None) -> None:
+    async def _one(self, item: Item, owner: AccessOwner) -> None:
         number = item["number"]
         assert isinstance(number, int)
         key = (number, item["began"])
         ended = self._known.get(key)
         if ended or (item.get("recovered") and ended is not None):
             return  # written already, though the proxy or its successor does not know
-        await self._written(number, item, context)
+        await self._written(number, item, owner)
         self._known.put(key, item["ended"] is not None)
 
-    async def _written(self, number: int, item: Item, context: str | None) -> None:
+    async def _written(self, number: int, item: Item, owner: AccessOwner) -> None:
         ended = item["ended"]
         ticket = self._open.get(number)
         if ended is None:
             if ticket is None:
-                self._open[number] = await self._audit.begin(await self._entry(item, context))
+                self._open[number] = await self._audit.begin(await self._entry(item, owner))
             return
-        ending = await self._ending(item, context)
+        ending = await self._ending(item, owner)
         if ticket is not None:
             later = _later(item, ticket.entry.arguments)
-            redacted = await self._redact(context or str(item["sandbox"]), later) if later else later
+            redacted = await self._redact(owner.context or str(item["sandbox"]), later) if later else later
             del self._open[number]
             ticket.end(replace(ending, arguments=redacted))
         else:
-            self._audit.record(await self._entry(item, context), ending)
+            self._audit.record(await self._entry(item, owner), ending)
         seconds = 0.0 if ending.duration_ms is None else ending.duration_ms / 1000
         sizes = ending.bytes_in or 0, ending.bytes_out or 0
         self._metrics.egress_ended(str(item["protocol"]), ending.result, *sizes, seconds)
 
-    async def _ending(self, item: Item, context: str | None) -> Ending:
+    async def _ending(self, item: Item, owner: AccessOwner) -> Ending:
         ending = _ending(item)
         if ending.reason is None:
             return ending
-        redacted = await self._redact(context or str(item["sandbox"]), {"reason": ending.reason})
+        redacted = await self._redact(owner.context or str(item["sandbox"]), {"reason": ending.reason})
         return replace(ending, reason=str(redacted["reason"]))
 
-    async def _entry(self, item: Item, context: str | None) -> AuditEntry:
+    async def _entry(self, item: Item, owner: AccessOwner) -> AuditEntry:
         sandbox = str(item["sandbox"])
         arguments = {name: item[name] for name in _ARGUMENTS if item.get(name) is not None}
         if item.get("inspected"):
             arguments["inspected"] = True
         verdict = item["verdict"]
         approval = item.get("approval")
-        redacted = await self._redact(context or sandbox, {**arguments, "rule": _text(item.get("rule"))})
+        redacted = await self._redact(owner.context or sandbox, {**arguments, "rule": _text(item.get("rule"))})
         return AuditEntry(
-            chain=chain_of(context, sandbox),
+            chain=chain_of(owner.context, sandbox),
             actor=f"sandbox:{sandbox}",
             kind="network",
             name=NAMES.get(str(item["protocol"]), "connect"),
@@ -168,15 +179,16 @@ class AccessLogWriter:
             arguments=redacted,
             arguments_hash=self._audit.hash_arguments(arguments),
             approval=_text(approval),
+            agent=owner.agent,
         )
 
 
-def _last_of_each(items: list[tuple[Item, str | None]]) -> Iterator[tuple[Item, str | None]]:
+def _last_of_each(items: list[tuple[Item, AccessOwner]]) -> Iterator[tuple[Item, AccessOwner]]:
     """Return the newest state of each access, in the order of their first."""
     newest = {item["number"]: item for item, _ in items}
-    for item, context in items:
+    for item, owner in items:
         if (last := newest.pop(item["number"], None)) is not None:
-            yield last, context
+            yield last, owner
 
 
 def _later(item: Item, known: Mapping[str, object]) -> dict[str, object]:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 
 from carrel.audit import AuditLog
 from carrel.control.egress.client import EgressClient
-from carrel.control.egress.log import AccessLogWriter
+from carrel.control.egress.log import AccessLogWriter, AccessOwner
 from carrel.control.egress.plans import Plans, shut
 from carrel.control.operations.admission import Admission, Redact
 from carrel.control.operations.call import Call
@@ -94,7 +94,7 @@ class EgressService(Attachment):
         self._admission = admission
         self._ask_wait_s = ask_wait_s
         self._boxes: dict[str, _Attached] = {}
-        self._contexts: Cache[str, str | None] = Cache(_MOST_KNOWN)
+        self._owners: Cache[str, AccessOwner] = Cache(_MOST_KNOWN)
         self._client = EgressClient(run_dir, arguments, on_message=self._receive, on_down=self._process_ended)
         self._log = AccessLogWriter(audit, metrics, redact, self._acknowledge)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -115,7 +115,7 @@ class EgressService(Attachment):
         self._log.start()
         wanting = [box for box in boxes if box.record.network.proxied]
         for box in wanting:
-            self._remember_context(box)
+            self._remember_owner(box)
         if wanting or self._client.left_behind():
             known = await self._client.connect()
             for box in wanting:
@@ -144,7 +144,7 @@ class EgressService(Attachment):
             self._start_soon(attached)
 
     async def _attachable(self, box: LiveSandbox) -> _Attached:
-        self._remember_context(box)
+        self._remember_owner(box)
         plan = await self._plans.of(box.record)
         listener = await box.provider.way_out(box.handle)
         if listener is None:
@@ -335,13 +335,14 @@ class EgressService(Attachment):
 
     def _receive(self, message: Message) -> None:
         if message.get("op") == "log":
-            self._log.take(int(message["upto"]), message["items"], self._contexts.get)
+            self._log.take(int(message["upto"]), message["items"], self._owners.get)
         elif message.get("op") == "ask":
             self._start(self._answer_question(message))
 
-    def _remember_context(self, box: LiveSandbox) -> None:
-        """Remember the context of a sandbox: its accesses may arrive after it has ended."""
-        self._contexts.put(box.record.id, box.record.context_id or box.record.acts_for or None)
+    def _remember_owner(self, box: LiveSandbox) -> None:
+        """Remember whose a sandbox is: its accesses may arrive after it has ended."""
+        context = box.record.context_id or box.record.acts_for or None
+        self._owners.put(box.record.id, AccessOwner(context, box.record.agent))
 
     def _acknowledge(self, upto: int) -> None:
         with suppress(ChannelClosed):

@@ -129,7 +129,7 @@ class IndexClient:
     def __init__(self, *, proxy: str | None = None, resolve: Resolve | None = None):
         self._proxy = proxy
         self._resolve = resolve or _look_up
-        self._clients: dict[tuple[PackageIndex, bool], _Client] = {}
+        self._clients: dict[tuple[PackageIndex, bool, bool], _Client] = {}
         self._contexts: dict[tuple[bool, str | None], ssl.SSLContext] = {}
         self._private: dict[str, bool] = {}
 
@@ -151,7 +151,7 @@ class IndexClient:
                 raise Unreachable(_NO_ADDRESS)
             if secure and target.scheme != "https":
                 raise Unreachable("it redirected to a connection that is not encrypted")
-            client = await self._join(index, target.host)
+            client = await self._join(index, target)
             try:
                 async with _as_unreachable():
                     request = client.http.build_request("GET", target, headers={**headers, **authorization})
@@ -174,35 +174,36 @@ class IndexClient:
         for client in clients:
             await client.http.aclose()
 
-    async def _join(self, index: PackageIndex, host: str) -> _Client:
+    async def _join(self, index: PackageIndex, target: httpx.URL) -> _Client:
         """Return the client for an index, with one more user; the caller decrements `users`. Each index has its own
         connections, so that none is shared with a less trusted one.
         """
-        proxied = self._proxy is not None and not proxy_bypass(host)
-        known = self._clients.get((index, proxied))
-        if known is None:
-            own = urlsplit(index.url).hostname or ""
-            guarded = not proxied and not await self._is_private(own)
-            known = self._clients.get((index, proxied)) or _Client(self._open(index, own, proxied, guarded))
-            self._clients[index, proxied] = known
+        proxied = self._proxy is not None and not proxy_bypass(target.host)
+        chosen = index, proxied, target.scheme == "https"
+        if (known := self._clients.get(chosen)) is None:
+            guarded = not proxied and not await self._is_private(urlsplit(index.url).hostname or "")
+            known = self._clients.get(chosen) or _Client(self._open(*chosen, guarded=guarded))
+            self._clients[chosen] = known
         known.users += 1
         await self._drop_idle()
         return known
 
-    def _open(self, index: PackageIndex, own: str, proxied: bool, guarded: bool) -> httpx.AsyncClient:
+    def _open(self, index: PackageIndex, proxied: bool, encrypted: bool, *, guarded: bool) -> httpx.AsyncClient:
         try:
+            # To read the certificates of the host takes longer than all else here; this one trusts nobody.
+            context = self._context(index) if encrypted else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             transport = httpx.AsyncHTTPTransport(
-                verify=self._context(index), limits=_LIMITS, proxy=self._proxy if proxied else None, trust_env=False
+                verify=context, limits=_LIMITS, proxy=self._proxy if proxied else None, trust_env=False
             )
         except (ValueError, ImportError, OSError):
             raise Unreachable("the proxy or certificate it is to be reached with cannot be used") from None
         if guarded:
             transport._pool = httpcore.AsyncConnectionPool(
-                ssl_context=self._context(index),
+                ssl_context=context,
                 max_connections=_LIMITS.max_connections,
                 max_keepalive_connections=_LIMITS.max_keepalive_connections,
                 keepalive_expiry=_LIMITS.keepalive_expiry,
-                network_backend=_Guarded(own, self._resolve),
+                network_backend=_Guarded(urlsplit(index.url).hostname or "", self._resolve),
             )
         return httpx.AsyncClient(transport=transport, timeout=_TIMEOUT, trust_env=False)
 
