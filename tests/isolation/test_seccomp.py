@@ -527,3 +527,12 @@ def test_a_program_may_filter_itself_further() -> None:
         return seccomp.available()
 
     assert in_child(work) is True
+
+
+def test_only_builds_may_change_their_root() -> None:
+    assert seccomp.decision("chroot") == seccomp.refuse(errno.EPERM)
+    assert {name: seccomp.decision(name, seccomp.FOR_BUILDS) for name in ("chroot", "mount", "unshare")} == {
+        "chroot": seccomp.RET_ALLOW,
+        "mount": seccomp.refuse(errno.EPERM),
+        "unshare": seccomp.refuse(errno.EPERM),
+    }

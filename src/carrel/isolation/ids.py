@@ -64,8 +64,8 @@ def image_rows(wanted: int) -> list[tuple[int, int, int]]:
     changes the files of a writable root.
 
     The user `wanted` is the agent. Nobody of the image is root of the sandbox, who owns its namespaces: the kernel
-    would let that user change settings of the network, as the owner of their files. So up to three users have other
-    ids.
+    lets that user change some of their settings, such as those of message queues, without any capability. So up to
+    three users have other ids.
     """
     seen = {0: _LAST, SANDBOX_UID: wanted or _LAST, wanted: SANDBOX_UID}
     rows: list[tuple[int, int, int]] = []
