@@ -334,6 +334,16 @@ class McpSettings(_Group):
     )
 
 
+class GvisorSettings(_Group):
+    """gVisor, the provider for code that is believed to be hostile."""
+
+    runsc: str = Field(default="", description="path of gVisor's program `runsc`; by default the one on `PATH`")
+    platform: Literal["systrap", "kvm"] = Field(
+        default="systrap",
+        description="how gVisor intercepts system calls: `systrap` works everywhere, `kvm` needs a usable `/dev/kvm`",
+    )
+
+
 class RouterSettings(_Group):
     """Sandboxes for calls of Python without a context."""
 
@@ -426,6 +436,7 @@ class Settings(_Group):
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
     images: ImageSettings = Field(default_factory=ImageSettings)
     docker: DockerSettings = Field(default_factory=DockerSettings)
+    gvisor: GvisorSettings = Field(default_factory=GvisorSettings)
     router: RouterSettings = Field(default_factory=RouterSettings)
     mcp: McpSettings = Field(default_factory=McpSettings)
     checkpoints: CheckpointSettings = Field(default_factory=CheckpointSettings)

@@ -37,6 +37,7 @@ from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.providers.bundle import SupervisorBundle, bundles_of, provide
 from carrel.providers.doctor import host_report
+from carrel.providers.gvisor.options import GvisorOptions
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes.doctor import disk_quota, retention
 
@@ -245,7 +246,16 @@ def local_host_report() -> HostReport:
     settings = Settings()
     with suppress(CarrelError):  # `serve` reports invalid settings
         settings = load()
-    report = host_report(open_providers("/", "/", allow_process=False, docker=settings.docker.socket, bundles="/"))
+    report = host_report(
+        open_providers(
+            "/",
+            "/",
+            allow_process=False,
+            docker=settings.docker.socket,
+            gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
+            bundles="/",
+        )
+    )
     checks = [*report.checks, disk_quota(), retention(settings.workspace_ttl_days)]
     return report.model_copy(update={"checks": checks})
 

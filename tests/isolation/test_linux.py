@@ -119,6 +119,6 @@ print([n for n in range(64) if there(n)])
 
 
 def test_arguments_are_hidden() -> None:
-    script = "from carrel.isolation import linux; linux.hide_arguments(); print(open('/proc/self/cmdline').read())"
+    script = "from carrel.primitives import libc; libc.hide_arguments(); print(open('/proc/self/cmdline').read())"
     run = subprocess.run([sys.executable, "-c", script, "secret-path"], capture_output=True, check=True)
     assert run.stdout.strip(b"\0\n ") == b"carrel"

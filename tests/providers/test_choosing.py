@@ -9,6 +9,7 @@ import pytest
 from carrel.errors import CarrelError, InvalidRequest, ProviderUnavailable, Unsupported
 from carrel.models import Trust
 from carrel.providers import Capability, Handle, Launch, Provider, choose, open_providers
+from carrel.providers.gvisor.options import GvisorOptions
 
 
 class Known(Provider):
@@ -78,6 +79,38 @@ def test_choose(providers: dict[str, Provider], name: str, trust: Trust, expecte
     assert caught.value.hint
 
 
+class Able(Known):
+    """A provider with capabilities."""
+
+    def __init__(self, name: str, level: int, *able: Capability):
+        super().__init__(name, level)
+        self._able = frozenset(able)
+
+    def capabilities(self) -> frozenset[Capability]:
+        return self._able
+
+
+def test_auto_takes_the_strongest_that_can_do_what_is_needed() -> None:
+    strong, weak = Able("gvisor", 2, Capability.MASKS), Able("namespace", 1, Capability.MASKS, Capability.FOLDERS)
+    both = host(strong, weak)
+
+    def chosen(trust: Trust, *needs: Capability, least: int = 0, name: str = "auto") -> str:
+        return choose(both, name, trust, lambda _: needs, least).name
+
+    assert chosen(Trust.MEDIUM, Capability.MASKS) == "gvisor"
+    assert chosen(Trust.MEDIUM, Capability.FOLDERS) == "namespace"
+    for trust, least, needs in (
+        (Trust.LOW, 0, Capability.FOLDERS),
+        (Trust.MEDIUM, 2, Capability.FOLDERS),  # a session that has run on level 2
+        (Trust.MEDIUM, 0, Capability.IMAGES),
+    ):
+        with pytest.raises(Unsupported, match=f"provider 'gvisor' on this host cannot enforce: {needs}"):
+            chosen(trust, needs, least=least)
+    assert chosen(Trust.MEDIUM, least=2, name="namespace") == "namespace", "the caller names it"
+    with pytest.raises(ProviderUnavailable):
+        choose(host(weak), "auto", Trust.MEDIUM, least=2)
+
+
 def test_nothing_weaker_than_the_trust_allows_is_ever_chosen() -> None:
     least = {Trust.HIGH: 0, Trust.MEDIUM: 1, Trust.LOW: 2}
     every = [Known(f"p{level}{there}", level, there) for level in range(4) for there in (True, False)]
@@ -97,6 +130,8 @@ def test_nothing_weaker_than_the_trust_allows_is_ever_chosen() -> None:
 def test_the_process_provider_is_there_only_when_allowed() -> None:
     assert list(open_providers("/run", "/ws", allow_process=False)) == ["namespace"]
     assert list(open_providers("/run", "/ws", allow_process=True)) == ["namespace", "process"]
+    every = open_providers("/run", "/ws", allow_process=True, gvisor=GvisorOptions())
+    assert list(every) == ["gvisor", "namespace", "process"]
 
 
 def test_docker_is_taken_by_name_and_by_auto_only_where_there_are_no_namespaces(tmp_path):

@@ -25,6 +25,7 @@ import pytest
 from tests.support import images
 from tests.support.attacks import answer, words
 from tests.support.dockerd import DockerDaemon
+from tests.support.gvisor import find_runsc
 from tests.support.masks_ground import Hold, holding
 from tests.support.nesting import give
 from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
@@ -60,6 +61,40 @@ GAPS_OF_DOCKER = {
     "test_control_socket_in_sight": "the name of the supervisor's socket is visible; nobody inside may connect to it",
 }
 """Attacks that bring evidence in Docker, and why that is no breach. `SECURITY.md` names them."""
+ON_GVISOR = {"test_host_files": "gvisor", "test_secrets": "gvisor"}
+"""Modules whose attacks are also made from a gVisor sandbox, which most of them share; with `--on-gvisor` those of all
+are.
+"""
+_OWN_KERNEL = "what it reaches belongs to gVisor's kernel, which only this sandbox has"
+_NOT_SHOWN = "gVisor does not show these options of mounts; it enforces them"
+NOT_ON_GVISOR = {
+    "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
+    "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",
+    "test_descriptors_of_pid_1": "the numbers of descriptors are shown; none can be opened",
+    "test_descriptors_of_runners": "the numbers of descriptors are shown; none can be opened",
+    "test_the_descriptor_that_writes": "the numbers of descriptors are shown; none can be opened",
+    "test_devices_in_sight": _OWN_KERNEL,
+    "test_filter_can_be_lifted": "there is no filter inside; gVisor's kernel has one of its own on the host",
+    "test_kernel_log": _OWN_KERNEL,
+    "test_keyrings": _OWN_KERNEL,
+    "test_mounts_are_confined": _NOT_SHOWN,
+    "test_netlink_families": _OWN_KERNEL,
+    "test_new_namespaces": _OWN_KERNEL,
+    "test_new_namespaces_by_clone": _OWN_KERNEL,
+    "test_new_privileges": "there is no filter inside; gVisor's kernel has one of its own on the host",
+    "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
+    "test_priority": _OWN_KERNEL,
+    "test_raise_limits": "processes are limited by a cgroup of gVisor's kernel, not by this limit",
+    "test_release_agent": _OWN_KERNEL,
+    "test_run_from_there": _NOT_SHOWN,
+    "test_same_user_on_the_host": "agents have no process of their own on the host",
+    "test_signals_to_pid_1": "an agent can end its own sandbox: gVisor delivers signals to PID 1",
+    "test_sys": _OWN_KERNEL,
+    "test_tunnel_device": _OWN_KERNEL,
+    "test_unshare_program": _OWN_KERNEL,
+    "test_without_isolation_there_is_no_place": "it is about the process provider",
+}
+"""Attacks that are not judged in gVisor, each with the reason."""
 IMAGE = "attacked:1"
 
 # things of the host
@@ -211,6 +246,36 @@ def user_server() -> Iterator[Server]:
         yield server
 
 
+@pytest.fixture(scope="session")
+def docker_server(docker: DockerDaemon) -> Iterator[Server]:
+    """A server as root whose sandboxes are containers."""
+    with serving(user=False, options={"sandbox.provider": "docker", "docker.socket": docker.socket}) as server:
+        for network in ("none", "allowlist"):
+            _CONTAINERS[network] = server.client.sandbox(network=network)
+        yield server
+        _CONTAINERS.clear()
+
+
+@pytest.fixture(scope="session")
+def gvisor_server(bundles: Path) -> Iterator[Server]:
+    if not ROOT or (runsc := find_runsc()) is None:
+        pytest.skip("gVisor: the tests do not run as root, or scripts/build-runsc was not run")
+    options = {**FOLDERS, "gvisor.runsc": runsc}
+
+    def share_bundle(data: Path) -> None:
+        (data / "bundles").symlink_to(bundles)
+
+    with (
+        serving(user=False, options=options, prepare=share_bundle) as server,
+        server.client.sandbox(trust="low") as box,
+    ):
+        _IN_GVISOR[server.pid] = box
+        yield server
+
+
+_IN_GVISOR: dict[int, Sandbox] = {}
+"""The gVisor sandbox that attackers share, by its server: to start one takes longer than an attack."""
+
 Spawn = Callable[[str, Path], subprocess.Popen[str]]
 
 
@@ -260,6 +325,7 @@ class Attacker:
         self.sealed = setting != "process"
         self.in_folder = setting.endswith("in a folder")
         self.on_image = setting.endswith("on an image")
+        self.in_docker = setting.endswith("in Docker")
         self._folders: list[Path] = []
         self.network: str | None = None
         self.server = server
@@ -277,8 +343,12 @@ class Attacker:
                 _SHARED[self.server.pid] = self.server.client.sandbox(image=IMAGE)
             self._box = _SHARED[self.server.pid]
         elif self._box is None:
-            self._box = self.another()
+            # Others take a second to start: all attacks come from one, which must survive them.
+            self._box = _CONTAINERS[self.network or "none"] if self.in_docker else self._kept() or self.another()
         return self._box
+
+    def _kept(self) -> Sandbox | None:
+        return _IN_GVISOR.get(self.server.pid) if self.network is None else None
 
     def another(self, context_id: str | None = None, **options: Any) -> Sandbox:
         """One more sandbox of the same kind on the same server."""
@@ -288,6 +358,8 @@ class Attacker:
             options.setdefault("network", self.network)
         if self.on_image:
             options.setdefault("image", IMAGE)
+        if self.setting == "gvisor":
+            options.setdefault("trust", "low")
         if self.in_folder:
             context_id = context_id or f"folder-{secrets.token_hex(6)}"
             options["workspace_path"] = str(self.folder())
@@ -381,13 +453,15 @@ def stock(server: Server, request: pytest.FixtureRequest) -> str:
     return IMAGE
 
 
+_SERVERS = {"root in Docker": "docker_server", "process": "user_server"}
+
+
 def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
-    kind = "docker" if setting == "root in Docker" else "root" if setting.startswith("root") else "user"
-    server = request.getfixturevalue(f"{kind}_server")
+    server = request.getfixturevalue(_SERVERS.get(setting) or f"{setting.split(' ', 1)[0]}_server")
     on_image = setting.endswith("on an image")
     own = request.config.getoption("--on-image") or request.module.__name__.endswith(NOT_SHARED)
     own = own or request.function.__name__ == "test_bound_sockets"  # other attacks leave ended connections
-    attacker = Attacker(setting, server, host, sharing=(on_image or kind == "docker") and not own)
+    attacker = Attacker(setting, server, host, sharing=(on_image or setting == "root in Docker") and not own)
     if on_image:
         stock(server, request)
     try:
@@ -400,13 +474,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The settings of attacks: those of a few modules are also made in a folder of the host."""
     more = [
         setting
-        for table in (IN_FOLDERS, ON_IMAGE, ON_DOCKER)
+        for table in (IN_FOLDERS, ON_IMAGE, ON_DOCKER, ON_GVISOR)
         for name, setting in table.items()
         if metafunc.module.__name__.endswith(name)
         and not (setting == "root in Docker" and metafunc.function.__name__ in GAPS_OF_DOCKER)
     ]
     if metafunc.config.getoption("--on-image"):
         more = ["root on an image", "user on an image"]
+    if metafunc.config.getoption("--on-gvisor"):
+        more = ["gvisor"]
+    if metafunc.function.__name__ in NOT_ON_GVISOR:
+        more = [setting for setting in more if setting != "gvisor"]
     if "hold" in metafunc.fixturenames:
         kinds = ["root on an image", "user on an image"]
         if not metafunc.config.getoption("--on-image"):
@@ -414,7 +492,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("hold", kinds, indirect=True, scope="module")
     for name, settings in {"attacker": ["root", "user"], "compared": ["root", "user", "process"]}.items():
         if name in metafunc.fixturenames:
-            own = settings[2:] if metafunc.config.getoption("--on-image") else settings
+            elsewhere = metafunc.config.getoption("--on-image") or metafunc.config.getoption("--on-gvisor")
+            own = settings[2:] if elsewhere else settings
             metafunc.parametrize(name, [*own, *more], indirect=True)
 
 

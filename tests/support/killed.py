@@ -14,5 +14,5 @@ async def killed(plane: ControlPlane) -> None:
         plane._upkeep_task.cancel()
         await asyncio.gather(plane._upkeep_task, return_exceptions=True)
     for provider in plane.providers.values():
-        assert isinstance(provider, ZygoteProvider)
-        provider._zygote._hang_up()
+        if isinstance(provider, ZygoteProvider):
+            provider._zygote._hang_up()

@@ -7,10 +7,13 @@ import sys
 from dataclasses import replace
 
 import pytest
+from tests.support.gvisor import usable
 from tests.support.images import image
 
 from carrel.providers.base import Capability, Handle, Launch, Provider
 from carrel.providers.docker import DockerProvider
+from carrel.providers.gvisor.options import GvisorOptions
+from carrel.providers.gvisor.provider import GvisorProvider
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 from carrel.testing import CHECKS, Harness, run, run_check, workspaces_in
@@ -47,6 +50,14 @@ ON_IMAGE = {
     "works_on_a_folder_in_place",
 }  # fmt: skip
 """Checks that are also made in a sandbox that runs from an image: its root matters for them."""
+ON_GVISOR = {
+    "allowlist", "background_and_signal", "deadline_ends_the_tree", "failed_start_leaves_nothing",
+    "file_size_is_limited", "files_are_isolated", "found_by_another_provider_object", "many_at_once", "masks_hold",
+    "memory_is_limited", "no_network", "processes_are_isolated", "processes_are_limited", "readonly_paths_stay", "removal_ends_daemons", "runs_from_an_empty_image", "secrets_are_files", "terminal",
+}  # fmt: skip
+"""Checks that are made in gVisor: its kernel or its mounts matter for them. With `--on-gvisor` all are made there. Not
+`processors_are_limited`: on a busy host gVisor's own clock also counts time in which it had no processor.
+"""
 
 ON_DOCKER_IMAGE = {"command_environment", "files_are_isolated"}
 NOT_ON_DOCKER = {
@@ -66,6 +77,8 @@ def pytest_generate_tests(metafunc):
         pairs += [(check, "docker") for check in CHECKS if every or check.name not in NOT_ON_DOCKER]
         pairs += [(check, "docker image") for check in CHECKS if every or check.name in ON_DOCKER_IMAGE]
         pairs += [(check, "namespace image") for check in CHECKS if every or check.name in ON_IMAGE]
+        all_of_gvisor = metafunc.config.getoption("--on-gvisor")
+        pairs += [(check, "gvisor") for check in CHECKS if all_of_gvisor or check.name in ON_GVISOR]
         metafunc.parametrize(("check", "harness"), pairs, indirect=["harness"], ids=[f"{a.name}-{b}" for a, b in pairs])
 
 
@@ -80,6 +93,8 @@ async def harness(request, directories, shelf, debian_root, bundles):
         if kind == "docker":
             socket = request.getfixturevalue("docker").socket
             return DockerProvider(run_dir, str(bundles), socket_path=socket, shared=shared, images=images_dir)
+        if kind == "gvisor":
+            return usable(str(bundles), run_dir, shared=shared, images=images_dir)
         return PROVIDERS[kind](run_dir, workspaces, shared, folder_roots=(workspaces,), images=images_dir)
 
     harness = Harness(
@@ -100,6 +115,7 @@ async def test_promise(check, harness):
 
 
 def test_known_gaps_of_each_provider(directories, docker):
+    gaps_of_this_host = {Capability.LIMIT_CPUS}  # without such a cgroup
     gaps = {
         name: sorted({gap for check in CHECKS for gap in check.gaps(kind(*directories))})
         for name, kind in PROVIDERS.items()
@@ -108,6 +124,7 @@ def test_known_gaps_of_each_provider(directories, docker):
         Capability.ENVIRONMENTS,  # where the server shares none
         Capability.FOLDERS,  # where the operator lists no roots
         Capability.IMAGES,  # where the provider has no directory for them
+        Capability.IMAGE_BUILDS,
         Capability.LIMIT_CPUS,
         Capability.NETWORK_ALLOWLIST,
         Capability.NETWORK_BRIDGE,
@@ -119,6 +136,16 @@ def test_known_gaps_of_each_provider(directories, docker):
         Capability.IMAGES,  # where the provider has no directory for them
         Capability.FOLDERS,
         Capability.MASKS,
+        Capability.IMAGE_BUILDS,
+        Capability.NETWORK_BRIDGE,
+        Capability.NETWORK_HOST,
+    }
+    gvisor = GvisorProvider(directories[0], options=GvisorOptions(), bundles="")
+    assert {gap for check in CHECKS for gap in check.gaps(gvisor)} - gaps_of_this_host == {
+        Capability.ENVIRONMENTS,  # where the server shares none
+        Capability.IMAGES,  # where the provider has no directory for them
+        Capability.FOLDERS,
+        Capability.IMAGE_BUILDS,
         Capability.NETWORK_BRIDGE,
         Capability.NETWORK_HOST,
     }

@@ -20,6 +20,7 @@ from carrel.isolation.tools import shared_tools
 from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.providers.bundle import bundles_of
+from carrel.providers.gvisor.options import GvisorOptions
 from carrel.workspaces.environments import EnvironmentStorage
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes import VolumeDriver, open_driver
@@ -70,6 +71,7 @@ class HostParts:
                     images=images.directory,
                     docker=settings.docker.socket,
                     bundles=bundles_of(layout.data_dir),
+                    gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
                 )
             return cls(layout, driver, storage, images, providers)
         except BaseException:

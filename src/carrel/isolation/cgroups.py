@@ -89,7 +89,8 @@ def hierarchies(mountinfo: str, own: str) -> list[Hierarchy]:
     return found
 
 
-def _of_this_process() -> list[Hierarchy]:
+def of_this_process() -> list[Hierarchy]:
+    """Return the hierarchies that this process sees."""
     with open("/proc/self/mountinfo", encoding="utf-8") as mounts, open("/proc/self/cgroup", encoding="utf-8") as own:
         return hierarchies(mounts.read(), own.read())
 
@@ -110,7 +111,7 @@ def host_memory_mb() -> int:
     """
     with open("/proc/meminfo", encoding="utf-8") as file:
         total = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemTotal:"))
-    return min([total, *memory_limits(_of_this_process())]) // (1024 * 1024)
+    return min([total, *memory_limits(of_this_process())]) // (1024 * 1024)
 
 
 def memory_limits(found: Iterable[Hierarchy]) -> list[int]:
@@ -151,7 +152,7 @@ class Cgroups:
         groups = cls()
         name = f"carrel-{os.getpid()}-{start_time(os.getpid())}"
         reasons = []
-        for hierarchy in sorted(_of_this_process(), key=lambda found: found.version):
+        for hierarchy in sorted(of_this_process(), key=lambda found: found.version):
             try:
                 groups._adopt(hierarchy, name)
             except OSError as error:
@@ -228,7 +229,7 @@ class Cgroups:
         if "memory" not in self._directories:
             return {}
         version, directory = self._directories["memory"]
-        return _usage(version, group, directory)
+        return group_usage(version, group, directory)
 
     def close(self) -> None:
         """Remove our own directories. Those with living groups stay until the next sweep."""
@@ -252,15 +253,16 @@ def usage_of(pid: int) -> dict[str, int]:
     except OSError:
         return {}
     places = {name: place for _, names, place in lines for name in names.split(",")}  # version 2 has no name
-    for hierarchy in _of_this_process():
+    for hierarchy in of_this_process():
         place = places.get("memory" if hierarchy.version == 1 else "")
         has = "memory" in hierarchy.controllers and place is not None
-        if has and (found := _usage(hierarchy.version, f"{hierarchy.path}{place}")):
+        if has and (found := group_usage(hierarchy.version, f"{hierarchy.path}{place}")):
             return found
     return {}
 
 
-def _usage(version: int, group: str, dir_fd: int | None = None) -> dict[str, int]:
+def group_usage(version: int, group: str, dir_fd: int | None = None) -> dict[str, int]:
+    """Return `memory_bytes` and `oom_kills` of a group, as far as they are known."""
     current, events = (
         ("memory.current", "memory.events") if version == 2 else ("memory.usage_in_bytes", "memory.oom_control")
     )
@@ -289,7 +291,7 @@ def start_time(pid: int, proc: str = "/proc") -> int:
 def sweep() -> bool:
     """Remove the empty groups of zygotes that are gone. Returns False while a dying process still holds one."""
     done = True
-    for hierarchy in _of_this_process():
+    for hierarchy in of_this_process():
         try:
             done = _sweep(hierarchy.path) and done
         except OSError:

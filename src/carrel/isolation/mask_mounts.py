@@ -160,13 +160,16 @@ def pivot_masked(root: str, plan: MaskPlan, store: str, path: Sequence[str] = ()
     """
     covers = os.open(store, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        linux.pivot_into(root, lambda: _apply(plan, covers, path))
+        linux.pivot_into(root, lambda: cover(plan, covers, path))
     finally:
         os.close(covers)
 
 
-def _apply(plan: MaskPlan, covers: int, path: Sequence[str]) -> None:
-    """Apply the plan. Paths are resolved in the sandbox's own root, where nothing runs yet that could change it."""
+def cover(plan: MaskPlan, covers: int, path: Sequence[str] = ()) -> None:
+    """Cover what is masked; `covers` is the opened directory of the covers.
+
+    Paths are resolved in the sandbox's own root, where nothing runs yet that could change it.
+    """
     programs = plan.programs
     if plan.names:
         catalogue = ProgramCatalogue(more=path)
@@ -186,8 +189,8 @@ def _apply(plan: MaskPlan, covers: int, path: Sequence[str]) -> None:
             os.close(tree)
     for each in readonly:  # before anything is hidden in them
         _make_read_only(each)
-    for each, cover in programs.items():
-        _attach(covers, cover, each)
+    for each, name in programs.items():
+        _attach(covers, name, each)
     for each, _ in hidden:
         try:
             directory = stat.S_ISDIR(os.lstat(each).st_mode)

@@ -271,18 +271,6 @@ def filter_system_calls(program: bytes) -> None:
     call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, header, 0, 0, name="seccomp")
 
 
-def hide_arguments() -> None:
-    """Overwrite the command line that `ps` shows for this process and its forks: it has paths that are not for them.
-
-    Where the kernel does not tell where the command line is, it stays.
-    """
-    with open("/proc/self/stat", "rb") as file:
-        fields = file.read().rpartition(b")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    if start:
-        write_memory(start, b"carrel"[: end - start - 1].ljust(end - start, b"\0"))
-
-
 def capabilities(number: int, header: bytes) -> bytes:
     """Return the capabilities of this process, as `capset` takes them; `number` is that of `capget`."""
     found = ctypes.create_string_buffer(24)
@@ -295,6 +283,15 @@ def address_of(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-def write_memory(address: int, data: bytes) -> None:
-    """Overwrite memory of this process."""
-    ctypes.memmove(address, data, len(data))
+def hide_arguments() -> None:
+    """Overwrite the command line that `ps` shows for this process and its forks: it has paths of the host.
+
+    Where it is in memory is found from the name of the program, which is one of its words: not every kernel tells.
+    """
+    with open("/proc/self/cmdline", "rb") as file:
+        shown = file.read()
+    address = ctypes.c_void_p.in_dll(_libc, "program_invocation_name").value or 0
+    start = address - max(0, shown.find(ctypes.string_at(address) + b"\0"))
+    if ctypes.string_at(start, len(shown)) != shown:
+        raise OSError("the command line of this process cannot be found")
+    ctypes.memmove(start, b"carrel"[: len(shown) - 1].ljust(len(shown), b"\0"), len(shown))

@@ -40,6 +40,7 @@ class Capability(StrEnum):
     SURVIVES_RESTART = "survives_restart"
     FOLDERS = "folders"
     IMAGES = "images"
+    IMAGE_BUILDS = "image_builds"
 
 
 NETWORK_CAPABILITY = {

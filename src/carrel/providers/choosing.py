@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from carrel.errors import InvalidRequest, ProviderUnavailable, Unsupported
 from carrel.models import Trust
-from carrel.providers.base import Provider
+from carrel.providers.base import Capability, Provider
+from carrel.providers.gvisor.options import GvisorOptions
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 from carrel.providers.zygotes import ZygoteClient
@@ -31,10 +32,11 @@ def open_providers(
     folder_roots: Sequence[str] = (),
     images: str = "",
     docker: str = "",
+    gvisor: GvisorOptions | None = None,
     bundles: str = "",
 ) -> dict[str, Provider]:
     """Return the providers of this host, strongest first, and of those with one level the quickest; the process
-    provider only if the operator allows it.
+    provider only if the operator allows it, and gVisor only with its options.
 
     `shared` maps paths in every isolated sandbox to what is mounted there from the host. `zygote` is an optional
     client, with the same paths, whose namespace zygote is being started already. Folders below `folder_roots` can be
@@ -42,9 +44,14 @@ def open_providers(
     `docker` is the socket of a Docker daemon, `bundles` the directory for the supervisor's bundle; without it, no
     sandbox is a container.
     """
-    providers: list[Provider] = [NamespaceProvider(run_dir, workspaces, shared, zygote, folder_roots, images)]
+    providers: list[Provider] = []
+    if gvisor is not None:
+        from carrel.providers.gvisor.provider import GvisorProvider  # `carrel run` starts faster without it
+
+        providers.append(GvisorProvider(run_dir, shared, options=gvisor, bundles=bundles, images=images))
+    providers.append(NamespaceProvider(run_dir, workspaces, shared, zygote, folder_roots, images))
     if docker:
-        from carrel.providers.docker import DockerProvider  # `carrel run` starts faster without it
+        from carrel.providers.docker import DockerProvider
 
         providers.append(DockerProvider(run_dir, bundles, socket_path=docker, shared=shared, images=images))
     if allow_process:
@@ -52,9 +59,18 @@ def open_providers(
     return {provider.name: provider for provider in providers}
 
 
-def choose(providers: dict[str, Provider], name: str, trust: Trust) -> Provider:
-    """Return the provider of that name; for `auto` the strongest available one that satisfies the trust level."""
-    least = LEAST_LEVEL[trust]
+def choose(
+    providers: dict[str, Provider],
+    name: str,
+    trust: Trust,
+    needs: Callable[[Provider], Collection[Capability]] = lambda _: (),
+    least: int = 0,
+) -> Provider:
+    """Return the provider of that name; for `auto` the strongest available one that satisfies the trust level and can
+    do what is needed. If none of those that satisfy it can, the error names what the strongest of them lacks. `least`
+    is the lowest level that `auto` may choose besides: that of a session which has run before.
+    """
+    least = max(least if name == "auto" else 0, LEAST_LEVEL[trust])
     if name != "auto":
         provider = providers.get(name)
         if provider is None:
@@ -84,6 +100,7 @@ def choose(providers: dict[str, Provider], name: str, trust: Trust) -> Provider:
             )
         return provider
     reasons = []
+    unfit: Provider | None = None
     for provider in sorted(providers.values(), key=lambda known: -known.isolation_level):
         if provider.isolation_level < least:
             reasons.append(f"{provider.name} gives {LEVELS[provider.isolation_level]}")
@@ -91,8 +108,12 @@ def choose(providers: dict[str, Provider], name: str, trust: Trust) -> Provider:
             reasons.append(f"{provider.name}: {missing}")
         elif provider.unsafe and trust is not Trust.HIGH:
             reasons.append(f"{provider.name} does not isolate")
-        else:
+        elif set(needs(provider)) <= provider.capabilities():
             return provider
+        else:
+            unfit = unfit or provider
+    if unfit is not None:
+        unfit.require(*needs(unfit))
     raise ProviderUnavailable(
         f"no provider on this host gives trust '{trust}' what it needs ({LEVELS[least]}): {'; '.join(reasons)}",
         field="trust",

@@ -81,7 +81,7 @@ class NamespaceProvider(ZygoteProvider):
         if self._has_folders and (not zygote or zygote.get("folders")):
             promised.add(Capability.FOLDERS)
         if self._images and self._host.overlays and (not zygote or zygote.get("images")):
-            promised.add(Capability.IMAGES)
+            promised |= {Capability.IMAGES, Capability.IMAGE_BUILDS}
         if self._host.bridges:
             promised.add(Capability.NETWORK_BRIDGE)
         return frozenset(promised)

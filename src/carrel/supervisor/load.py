@@ -29,10 +29,11 @@ def measure(pid: int, memory_places: Sequence[str] = ()) -> SandboxLoad:
     for each in found:
         memory += private_bytes(f"/proc/{each}")
         stopped = stopped or stat_fields(f"/proc/{each}")[:1] in _STOPPED
-    return SandboxLoad(len(found), memory + sum(map(_used, memory_places)), stopped)
+    return SandboxLoad(len(found), memory + sum(map(file_system_bytes, memory_places)), stopped)
 
 
-def _used(place: str) -> int:
+def file_system_bytes(place: str) -> int:
+    """Return the bytes that the files of a file system use."""
     try:
         facts = os.statvfs(place)
     except OSError:

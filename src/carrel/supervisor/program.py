@@ -21,8 +21,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from carrel.primitives import libc
+from carrel.primitives.kernel_files import write
 from carrel.supervisor import app
+from carrel.supervisor.memory_watch import watch_memory
 from carrel.supervisor.relay import relay_all
+from carrel.supervisor.reset import PLACES
 
 MOST_FACTS = 1024 * 1024
 """The most bytes of the facts."""
@@ -41,7 +44,9 @@ class ProgramImage:
     environment: dict[str, str] = field(default_factory=dict)
     working_directory: str = ""
     writable: bool = False
+    """Whether the root can be changed, which no runtime but our own can do."""
     home: str = ""
+    """The home of a build; others have that of every sandbox."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,10 @@ class ProgramFacts:
     seccomp: str = ""
     trust: bool = False
     image: Mapping[str, Any] | None = None
+    watch_memory: bool = False
+    """Whether the supervisor has to hold the sandbox to `memory_mb`."""
+    kernel_files: dict[str, str] = field(default_factory=dict)
+    """Files of the sandbox's kernel that root writes, each with its text: limits that the agent cannot change."""
 
 
 @dataclass
@@ -108,15 +117,22 @@ def main(arguments: list[str]) -> None:
         facts = read_facts(arguments[1])
         report = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         report.connect(facts.report)
+        for path, text in facts.kernel_files.items():
+            write(path, text)
         os.umask(0o077)
         listener = _listen(facts.socket)
         secrets = os.open(facts.secrets, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if facts.secrets else -1
         port = None if facts.network == "direct" else _listen_locally(facts.proxy_port)
         become_agent(facts)
+        os.umask(0o022)  # the agent's files are as on every host
         prepared = app.prepare()
         if facts.network == "allowlist" and port is not None:
             relaying = prepared.loop.create_task(relay_all(port, facts.egress))
             relaying.add_done_callback(lambda _: os._exit(1))  # it only ends by a mistake of ours
+        if facts.watch_memory and facts.memory_mb is not None:
+            places = (*PLACES, facts.home)
+            watching = prepared.loop.create_task(watch_memory(facts.memory_mb << 20, places))
+            watching.add_done_callback(lambda _: os._exit(1))
         details = ProgramDetails(
             listener,
             facts.workspace,

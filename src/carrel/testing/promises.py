@@ -470,6 +470,22 @@ async def works_on_a_folder_in_place(harness: Harness) -> None:
     assert owners == {os.stat(path).st_uid}, "files that are made in the folder belong to its owner"
 
 
+@check(Capability.IMAGE_BUILDS)
+async def root_can_be_changed(harness: Harness) -> None:
+    """The root of a sandbox that builds an image can be changed; the changes are kept beside its files."""
+    root = os.path.join(harness.images, f"check-{secrets.token_hex(6)}")
+    os.makedirs(root, 0o755)
+    found = os.stat(root)
+    try:
+        image = RootImage(root, (found.st_dev, found.st_ino), writable=True)
+        async with harness.sandbox(image=image) as box:
+            await box.write("made", b"text")
+            assert sorted(os.listdir(box.workspace)) == ["files", "upper", "work"]
+        assert os.listdir(root) == [], "the image was changed"
+    finally:
+        os.rmdir(root)
+
+
 @check(Capability.IMAGES)
 async def runs_from_an_empty_image(harness: Harness) -> None:
     """A sandbox needs nothing of its image: files work, and a command is told what the image lacks."""

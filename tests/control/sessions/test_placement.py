@@ -56,3 +56,20 @@ def test_a_lifetime_is_at_most_the_operators_which_is_also_the_default():
     assert resolve(settings, promising(), limits={"lifetime_s": 5}, **how).limits.lifetime_s == 5
     with pytest.raises(InvalidRequest, match="lifetime of 61 s, and this server allows 60 s"):
         resolve(settings, promising(), limits={"lifetime_s": 61}, **how)
+
+
+def test_the_usual_provider_is_not_taken_where_it_is_too_weak():
+    weak, strong = Promising(Capability.NETWORK_NONE), Promising(Capability.NETWORK_NONE)
+    weak.name, weak.isolation_level, strong.name, strong.isolation_level = "weak", 1, "strong", 2
+    settings = load({"sandbox.provider": "weak"}, environ={})
+
+    def chosen(trust: Trust, **more: object) -> str:
+        how = {"provider": "auto", "network": None, "limits": {}, "host_memory_mb": 500, **more}
+        return resolve(settings, {"weak": weak, "strong": strong}, trust=trust, **how).provider.name
+
+    assert (chosen(Trust.MEDIUM), chosen(Trust.LOW), chosen(Trust.MEDIUM, least_level=2)) == (
+        "weak",
+        "strong",
+        "strong",
+    )
+    assert chosen(Trust.MEDIUM, least_level=2, provider="weak") == "weak", "the caller names it"

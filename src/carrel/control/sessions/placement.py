@@ -5,7 +5,7 @@ Starts nothing, and knows no record.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from carrel.config import Settings
@@ -13,6 +13,7 @@ from carrel.errors import InvalidRequest
 from carrel.models import Limits, Network, Trust
 from carrel.providers import choose
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Provider
+from carrel.providers.choosing import LEAST_LEVEL
 
 LIMIT_CAPABILITY = {
     "cpus": Capability.LIMIT_CPUS,
@@ -40,8 +41,14 @@ def resolve(
     network: Network | None,
     limits: Mapping[str, float],
     host_memory_mb: int,
+    needs: Collection[Capability] = (),
+    least_level: int = 0,
 ) -> Resolved:
-    """Resolve a request. Raises when this host, or its operator, does not allow it."""
+    """Resolve a request. Raises when this host, or its operator, does not allow it.
+
+    `needs` are capabilities besides those for limits and network. `least_level` is the isolation that the session had
+    when it last ran: nothing that was chosen for it is replaced by something weaker, unless the caller names it.
+    """
     memory_mb = limits.get("memory_mb")
     if memory_mb is not None and memory_mb > host_memory_mb:
         raise InvalidRequest(
@@ -56,18 +63,31 @@ def resolve(
             field="limits.lifetime_s",
             hint="ask for less, or let the operator change CARREL_SANDBOX_LIFETIME_S",
         )
-    chosen = choose(dict(providers), provider if provider != "auto" else settings.sandbox.provider, trust)
+    limiting = [LIMIT_CAPABILITY[name] for name in limits if name in LIMIT_CAPABILITY]
+
+    def needed(candidate: Provider) -> list[Capability]:
+        return [*limiting, NETWORK_CAPABILITY[network or _default_network(settings, candidate)], *needs]
+
+    name = provider
+    if provider == "auto":
+        usual = providers.get(settings.sandbox.provider)
+        too_weak = usual is not None and usual.isolation_level < max(least_level, LEAST_LEVEL[trust])
+        name = "auto" if too_weak else settings.sandbox.provider
+    chosen = choose(dict(providers), name, trust, needed, least_level)
     if chosen.unsafe and not settings.sandbox.allow_process:
         raise InvalidRequest(
             f"provider '{chosen.name}' does not isolate and is switched off on this server",
             field="provider",
             hint="choose another provider, or let the operator set CARREL_SANDBOX_ALLOW_PROCESS=true",
         )
-    chosen.require(*(LIMIT_CAPABILITY[name] for name in limits if name in LIMIT_CAPABILITY))
-    if network is None:
-        network = Network.HOST if chosen.unsafe else settings.sandbox.network
+    chosen.require(*limiting)
+    network = network or _default_network(settings, chosen)
     chosen.require(NETWORK_CAPABILITY[network])
     return Resolved(chosen, network, Limits.model_validate(_defaults(settings, chosen) | dict(limits)))
+
+
+def _default_network(settings: Settings, provider: Provider) -> Network:
+    return Network.HOST if provider.unsafe else settings.sandbox.network
 
 
 def _defaults(settings: Settings, provider: Provider) -> dict[str, float]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from carrel.config import Settings
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
+from carrel.control.sessions.owners import BUILDS_IMAGE, LABEL
 from carrel.control.sessions.placement import resolve
 from carrel.errors import Conflict, InvalidRequest, Unsupported
 from carrel.models import SandboxRequest, State
@@ -56,6 +57,8 @@ def new_record(
         network=request.network or (None if existing is None else existing.network),
         limits=explicit,
         host_memory_mb=host_memory_mb,
+        needs=_needs(request, existing),
+        least_level=0 if existing is None or "trust" in given else existing.isolation_level,
     )
     provider = resolved.provider
     now = time.time()
@@ -114,6 +117,16 @@ def new_record(
             )
         record = replace(record, limits=record.limits.model_copy(update={"disk_mb": None}), notice=None)
     return record, provider
+
+
+def _needs(request: SandboxRequest, existing: SessionRecord | None) -> list[Capability]:
+    """Return the capabilities that decide which provider is right, besides those for limits and network."""
+    wanted = {
+        Capability.FOLDERS: request.workspace_path or (existing and existing.workspace_path),
+        Capability.IMAGES: request.image not in {None, HOST_IMAGE} or (existing and existing.image),
+        Capability.IMAGE_BUILDS: request.labels.get(LABEL) == BUILDS_IMAGE,
+    }
+    return [capability for capability, needed in wanted.items() if needed]
 
 
 def _settled(state: State) -> State:

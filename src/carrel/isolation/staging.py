@@ -1,0 +1,135 @@
+"""Builds the root of a sandbox whose kernel is another program, such as gVisor's `runsc`, and becomes that program.
+
+The root is made of mounts in a mount namespace of its own: so they end with the program and its children, however they
+end, and the masks are the same as those of every other sandbox. This module is the main program of a process of root,
+which may be started before it is needed: it waits for one line, the path of its order.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from carrel.isolation import linux, mask_mounts, masks
+from carrel.primitives.kernel_files import write
+
+_READ_ONLY = linux.MOUNT_ATTR_RDONLY | linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV
+_WRITABLE = linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV
+_SECRETS = "size=8m,nr_inodes=2048,mode=0700"
+FAILED = 97
+"""The exit status when the root could not be built. The reason is on standard error."""
+
+
+@dataclass(frozen=True)
+class StagedMount:
+    """A directory or file of the host, and where it belongs in the root."""
+
+    source: str
+    target: str
+    writable: bool = False
+
+
+@dataclass(frozen=True)
+class StageOrder:
+    """What to build, and the program to become.
+
+    The root is mounted at the directory `root`: an overlay of the directories `layers`, the first of them on top, or
+    the only one of them. `covers` is an empty directory for the files of masks, `secrets` one for a small memory file
+    system of the user `owner`. `masks` is a file with packed masks, empty without any; `path` has further directories
+    of programs. `groups` are `tasks` and `cgroup.procs` files of the groups to enter.
+    """
+
+    root: str
+    layers: Sequence[str]
+    mounts: Sequence[StagedMount]
+    covers: str
+    secrets: str
+    owner: int
+    program: Sequence[str]
+    groups: Sequence[str]
+    masks: str = ""
+    path: Sequence[str] = ()
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def read(text: str) -> StageOrder:
+    fields = json.loads(text)
+    return StageOrder(**{**fields, "mounts": [StagedMount(**each) for each in fields["mounts"]]})
+
+
+def main() -> None:
+    """Carry out the order whose path is read from standard input. Never returns; exits with `FAILED` if it cannot."""
+    try:
+        path = sys.stdin.readline().rstrip("\n")
+        if not path:
+            os._exit(0)  # the server is gone, or needs no further sandbox
+        with open(path, encoding="utf-8") as file:
+            order = read(file.read())
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        for group in order.groups:
+            write(group, "0")
+        stage(order)
+        os.execv(order.program[0], list(order.program))  # noqa: S606 - the program of the order
+    except Exception as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(FAILED)
+
+
+def stage(order: StageOrder) -> None:
+    """Move this process into a new mount namespace, with the root built there. Raises `OSError`, or as masks do."""
+    linux.unshare(linux.CLONE_NEWNS)
+    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    owned = f",uid={order.owner},gid={order.owner}"
+    flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
+    linux.mount("tmpfs", order.secrets, "tmpfs", flags, _SECRETS + owned)
+    if len(order.layers) == 1:
+        _attach(StagedMount(order.layers[0], ""), order.root)
+    else:
+        options = f"lowerdir={':'.join(order.layers)}"
+        linux.mount("overlay", order.root, "overlay", linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV, options)
+    for each in order.mounts:
+        _attach(each, order.root)
+    if order.masks:
+        _mask(order)
+
+
+def _attach(each: StagedMount, root: str) -> None:
+    tree = linux.open_tree(each.source, recursive=True)
+    try:
+        linux.set_mount_attributes(tree, _WRITABLE if each.writable else _READ_ONLY, recursive=True)
+        linux.move_mount(tree, root + each.target)
+    finally:
+        os.close(tree)
+
+
+def _mask(order: StageOrder) -> None:
+    """Apply the masks in a child, which has the same mounts and another root: patterns and links mean that root."""
+    with open(order.masks, "rb") as packed:
+        content = masks.content(packed.fileno())
+    plan = mask_mounts.read(mask_mounts.CoverFiles(order.covers, order.root).plan(content, image=True))
+    covers = os.open(order.covers, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    child = os.fork()
+    if child == 0:
+        status = FAILED
+        try:
+            os.chroot(order.root)
+            os.chdir("/")
+            mask_mounts.cover(plan, covers, order.path)
+            status = 0
+        except Exception as error:
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            os._exit(status)
+    if os.waitpid(child, 0)[1] != 0:
+        raise OSError("the masks could not be applied")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The gVisor provider: sandboxes whose kernel is a program, `runsc`. No daemon."""

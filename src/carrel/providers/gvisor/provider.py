@@ -1,0 +1,333 @@
+"""Starts, finds and ends gVisor sandboxes.
+
+A sandbox is a directory below the server's run directory (its configuration, the control directory, gVisor's state), a
+cgroup with its processes, and nothing else: its mounts belong to its processes. No process of ours watches it, so a
+restarted server finds it as it was. It is ended by killing the processes in its group; `runsc` is not asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+
+from carrel.errors import PlatformError, Unsupported
+from carrel.isolation import inside, masks, probe
+from carrel.isolation.cgroups import start_time
+from carrel.isolation.rootfs import SANDBOX_UID
+from carrel.isolation.staging import StagedMount, StageOrder
+from carrel.primitives.atomic import write_file
+from carrel.primitives.trees import remove_tree
+from carrel.providers import bundle, foreign_processes
+from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, RootImage
+from carrel.providers.control_directory import FACTS, ControlDirectory, facts_of, report_of
+from carrel.providers.gvisor import base_root, groups, oci, runsc
+from carrel.providers.gvisor.base_root import BaseRoot
+from carrel.providers.gvisor.groups import GvisorGroups
+from carrel.providers.gvisor.options import GvisorOptions
+from carrel.providers.gvisor.stagers import Stagers
+
+_SANDBOXES, _ROOTS = "gvisor", "gvisor-roots"
+_CONTROL, _ROOT, _COVERS, _STATE, _CONFIG, _PID, _SOCKET = "c", "root", "covers", "state", "config.json", "pid", "s"
+_ORDER, _MASKS = "order.json", "masks"
+_LIMITS = ("RLIMIT_NOFILE", "RLIMIT_FSIZE")
+
+
+class GvisorProvider(Provider):
+    """Sandboxes whose kernel is gVisor's: a program that has few ways to the host's kernel, and serves theirs itself.
+
+    They have no network but loopback. With an allow list, the supervisor carries connections from the port of the proxy
+    to a socket of the host, which is the sandbox's identity. A memory limit holds for the whole sandbox: one that
+    exceeds it is ended, because the host's kernel sees one process and not those in the sandbox.
+    """
+
+    name = "gvisor"
+    isolation_level = 2
+
+    def __init__(
+        self,
+        run_dir: str,
+        shared: Mapping[str, str] = MappingProxyType({}),
+        *,
+        options: GvisorOptions,
+        bundles: str,
+        images: str = "",
+    ):
+        """`bundles` is the directory of the supervisor's bundles; the rest is as for the other providers."""
+        self._sandboxes = os.path.join(run_dir, _SANDBOXES)
+        self._roots = os.path.join(run_dir, _ROOTS)
+        self._shared = dict(shared)
+        self._options = options
+        self._bundles = bundles
+        self._images = images
+        self._groups = GvisorGroups()
+        self._stagers = Stagers()
+        self._preparing: asyncio.Future[tuple[BaseRoot, bundle.SupervisorBundle]] | None = None
+
+    @cached_property
+    def _lacking(self) -> str | None:
+        program = runsc.find(self._options.runsc)
+        if program is None:
+            where = f"{self._options.runsc} is not a program" if self._options.runsc else "there is no runsc on PATH"
+            return f"{where}; install gVisor, or build it with scripts/build-runsc, and set CARREL_GVISOR_RUNSC"
+        if os.geteuid() != 0:
+            return "carrel does not run as root; run `carrel serve` as root to use gVisor"
+        if (problem := runsc.problem(program)) is not None:
+            return problem
+        if "memory" not in probe.host().controllers:
+            return "no cgroup for memory can be made on this host; run `carrel doctor`"
+        if self._options.platform == "kvm" and not os.access("/dev/kvm", os.R_OK | os.W_OK):
+            return "/dev/kvm cannot be used; set CARREL_GVISOR_PLATFORM=systrap, or make KVM available"
+        return None
+
+    def missing(self) -> str | None:
+        return self._lacking
+
+    def capabilities(self) -> frozenset[Capability]:
+        promised = {
+            Capability.FILE_ISOLATION,
+            Capability.PROCESS_ISOLATION,
+            Capability.LIMIT_MEMORY,
+            Capability.LIMIT_PROCESSES,
+            Capability.LIMIT_DISK,
+            Capability.NETWORK_NONE,
+            Capability.NETWORK_ALLOWLIST,
+            Capability.MASKS,
+            Capability.SECRETS,
+            Capability.TERMINAL,
+            Capability.SURVIVES_RESTART,
+        }
+        host = probe.host()
+        if "cpu" in host.controllers:
+            promised.add(Capability.LIMIT_CPUS)
+        if inside.ENVIRONMENTS in self._shared:
+            promised.add(Capability.ENVIRONMENTS)
+        if self._images and host.overlays:
+            promised.add(Capability.IMAGES)
+        return frozenset(promised)
+
+    async def warm(self) -> None:
+        if await asyncio.to_thread(self.missing) is None:
+            with contextlib.suppress(PlatformError):  # the first start of a sandbox gets the reason
+                await self._prepared()
+                self._stagers.prepare()
+
+    async def _prepared(self) -> tuple[BaseRoot, bundle.SupervisorBundle]:
+        """Return the root and the bundle of every sandbox, which are made once per server."""
+        if self._preparing is None or (self._preparing.done() and self._preparing.exception() is not None):
+            self._preparing = asyncio.ensure_future(asyncio.to_thread(self._prepare))
+        return await asyncio.shield(self._preparing)
+
+    def _prepare(self) -> tuple[BaseRoot, bundle.SupervisorBundle]:
+        try:
+            os.makedirs(self._sandboxes, 0o700, exist_ok=True)
+            os.makedirs(self._roots, 0o700, exist_ok=True)
+            self._remove_unused_roots()
+            made = base_root.make(os.path.join(self._roots, secrets.token_hex(8)), self._shared)
+        except OSError as error:
+            raise PlatformError(f"the root of gVisor sandboxes cannot be made: {error}") from error
+        return made, bundle.provide(self._bundles)
+
+    def _remove_unused_roots(self) -> None:
+        """Remove the roots of servers that are gone, and of whose sandboxes none is left."""
+        if not os.listdir(self._sandboxes):
+            for name in os.listdir(self._roots):
+                remove_tree(os.path.join(self._roots, name))
+
+    async def start(self, launch: Launch) -> Handle:
+        self.require(NETWORK_CAPABILITY[launch.network])
+        _refuse(launch)
+        if launch.image is not None:
+            self.require(Capability.IMAGES)
+        base, made = await self._prepared()
+        await self.remove({"id": launch.id})  # a start that was killed may have left something
+        started = False
+        try:
+            handle = await self._start(launch, base, made)
+            started = True
+        except OSError as error:
+            raise PlatformError(f"the gVisor sandbox could not be started: {error}") from error
+        finally:
+            if not started:
+                await asyncio.shield(self.remove({"id": launch.id}))
+        return handle
+
+    async def _start(self, launch: Launch, base: BaseRoot, made: bundle.SupervisorBundle) -> Handle:
+        place = self._place(launch.id)
+        control = ControlDirectory(f"{place}/{_CONTROL}")
+        await asyncio.to_thread(self._write, launch, place, control, made)
+        order = await asyncio.to_thread(self._order, launch, base, made, place, control)
+        report = control.await_report()
+        try:
+            await report_of(report, await self._stagers.start(order))
+        finally:
+            report.close()
+        pid = await _pid(f"{place}/{_PID}")
+        path = await asyncio.to_thread(_take_socket, control.socket_path, f"{place}/{_SOCKET}")
+        self._stagers.prepare()
+        return {
+            "provider": self.name,
+            "id": launch.id,
+            "socket": path,
+            "pid": pid,
+            "start_time": start_time(pid),
+        }
+
+    def _write(self, launch: Launch, place: str, control: ControlDirectory, made: bundle.SupervisorBundle) -> None:
+        os.mkdir(place, 0o700)
+        for name in (_ROOT, _COVERS, _STATE):
+            os.mkdir(f"{place}/{name}", 0o755)
+        facts = facts_of(launch, uid=SANDBOX_UID, gid=SANDBOX_UID, secrets=True, user="agent")
+        facts["watch_memory"] = True
+        # The others are budgets of the host's kernel, which this sandbox does not use; gVisor refuses to set them.
+        facts["limits"] = {name: facts["limits"][name] for name in _LIMITS if name in facts["limits"]}
+        if launch.processes is not None:
+            facts["kernel_files"] = {oci.tasks_file(launch.id): str(launch.processes)}
+        control.create(facts)
+        spec = oci.GvisorSpec(
+            id=launch.id,
+            root=f"{place}/{_ROOT}",
+            control=control.path,
+            workspace=f"{place}/{_ROOT}{inside.WORKSPACE}",
+            secrets=f"{control.path}/private/secrets",
+            command=tuple(bundle.command(FACTS)),
+            environments=self._shared.get(inside.ENVIRONMENTS, ""),
+            memory_mb=launch.memory_mb,
+        )
+        write_file(f"{place}/{_CONFIG}", json.dumps(oci.configuration(spec)).encode())
+
+    def _order(
+        self, launch: Launch, base: BaseRoot, made: bundle.SupervisorBundle, place: str, control: ControlDirectory
+    ) -> str:
+        """Write the order for the process that builds the root and becomes `runsc`; return its path."""
+        program = runsc.find(self._options.runsc)
+        if program is None:
+            raise PlatformError("runsc is gone", hint="run `carrel doctor`")
+        image = launch.image
+        if image is not None:
+            _check_image(image, self._images)
+        own = (StagedMount(made.path, inside.BUNDLE), StagedMount(launch.workspace, inside.WORKSPACE, writable=True))
+        path = image.environment.get("PATH", "").split(":")[:64] if image is not None else []
+        order = StageOrder(
+            root=f"{place}/{_ROOT}",
+            layers=[base.root] if image is None else base.layers(image.directory, trust=launch.trust),
+            mounts=(*(base.mounts if image is None else base.tools), *own),
+            covers=f"{place}/{_COVERS}",
+            secrets=f"{control.path}/private/secrets",
+            owner=SANDBOX_UID,
+            program=oci.command(
+                program, f"{place}/{_STATE}", self._options.platform, place, f"{place}/{_PID}", launch.id
+            ),
+            groups=self._groups.make(launch.id, launch.memory_mb, launch.cpus),
+            masks=_write_masks(launch, f"{place}/{_MASKS}"),
+            path=[folder for folder in path if folder.startswith("/")],
+        )
+        write_file(f"{place}/{_ORDER}", order.text().encode())
+        return f"{place}/{_ORDER}"
+
+    def _place(self, id: str) -> str:
+        if not id or "/" in id or id.startswith("."):
+            raise PlatformError(f"'{id[:64]}' cannot be the id of a sandbox")
+        return os.path.join(self._sandboxes, id)
+
+    async def alive(self, handle: Handle) -> bool:
+        pid, started = handle.get("pid"), handle.get("start_time")
+        return isinstance(pid, int) and isinstance(started, int) and foreign_processes.runs(pid, started)
+
+    async def running(self) -> list[str]:
+        try:
+            return sorted(await asyncio.to_thread(os.listdir, self._sandboxes))
+        except FileNotFoundError:
+            return []
+
+    async def remove(self, handle: Handle) -> None:
+        id = str(handle["id"])
+        await asyncio.to_thread(self._groups.end, id)
+        await asyncio.to_thread(remove_tree, self._place(id))
+
+    async def way_out(self, handle: Handle) -> int | None:
+        control = ControlDirectory(f"{self._place(str(handle['id']))}/{_CONTROL}")
+        if not await asyncio.to_thread(_is_governed, control):
+            return None
+        listener = await asyncio.to_thread(control.listen_for_egress)
+        return listener.detach()
+
+    async def out_of_memory_kills(self, handle: Handle) -> int:
+        return (await asyncio.to_thread(groups.usage, str(handle["id"]))).get("oom_kills", 0)
+
+    async def memory_bytes(self, handle: Handle) -> int | None:
+        return (await asyncio.to_thread(groups.usage, str(handle["id"]))).get("memory_bytes")
+
+    async def close(self) -> None:
+        if self._preparing is not None:
+            await asyncio.gather(self._preparing, return_exceptions=True)
+            if not self._preparing.cancelled() and self._preparing.exception() is None:
+                base, _ = self._preparing.result()
+                if not await self.running():
+                    await asyncio.to_thread(remove_tree, base.place)
+        await self._stagers.close()
+        self._groups.close()
+
+
+def _refuse(launch: Launch) -> None:
+    """Refuse what gVisor sandboxes cannot do and no capability names."""
+    if launch.folder is not None:
+        raise Unsupported("a gVisor sandbox cannot work on a folder of the host", field="workspace_path")
+    if launch.image is not None and launch.image.writable:
+        raise Unsupported("the root of a gVisor sandbox cannot be changed", field="image")
+    for pattern in launch.masks.hidden if launch.masks is not None else ():
+        if f"{pattern}/".startswith(("/proc/", "/dev/", "/sys/")):
+            raise Unsupported(f"{pattern} cannot be hidden in a gVisor sandbox: it is made by gVisor", field="masks")
+
+
+def _check_image(image: RootImage, images: str) -> None:
+    """Check that the image is the directory that was meant, and that an overlay can name it."""
+    found = os.lstat(image.directory)
+    if (found.st_dev, found.st_ino) != tuple(image.identity):
+        raise PlatformError(f"the image {image.directory} was replaced")
+    if os.path.relpath(image.directory, images).startswith("..") or set(":,\\") & set(image.directory):
+        raise PlatformError(f"the image {image.directory} is not below {images}")
+
+
+def _write_masks(launch: Launch, path: str) -> str:
+    if launch.masks is None:
+        return ""
+    packed = masks.pack(launch.masks)
+    try:
+        write_file(path, masks.content(packed))
+    finally:
+        os.close(packed)
+    return path
+
+
+async def _pid(path: str) -> int:
+    """Return the process of a sandbox that runs. The supervisor may be ready a moment before the file is written."""
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                return int(await asyncio.to_thread(Path(path).read_text))
+            await asyncio.sleep(0.002)
+
+
+def _take_socket(source: str, target: str) -> str:
+    """Move the supervisor's socket out of the directory that the sandbox can write, so that nothing can replace it."""
+    os.rename(source, target)
+    if not stat.S_ISSOCK(os.lstat(target).st_mode):
+        raise PlatformError("the supervisor's socket is not a socket")
+    return target
+
+
+def _is_governed(control: ControlDirectory) -> bool:
+    """Whether the sandbox of this directory has an allow list."""
+    try:
+        facts = json.loads(Path(f"{control.path}/private/{os.path.basename(FACTS)}").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return bool(facts.get("network") == "allowlist")

@@ -1,0 +1,85 @@
+"""Starts the processes that build the root of a sandbox and become `runsc` (see `carrel.isolation.staging`).
+
+An interpreter takes longer to start than such a root to build. So one process is kept ready; it knows nothing of the
+sandbox that it will start. For one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Awaitable
+from pathlib import Path
+
+import carrel
+from carrel.errors import PlatformError
+from carrel.isolation import staging
+
+_LONGEST_ERROR = 4096
+_CODE = f"import sys; sys.path.insert(0, sys.argv[1]); from {staging.__name__} import main; main()"
+
+
+class Stagers:
+    """One process that is ready, and those that are starting a sandbox."""
+
+    def __init__(self) -> None:
+        self._spare: asyncio.Task[Process] | None = None
+
+    def prepare(self) -> None:
+        """Start a process for the next sandbox, unless there is one."""
+        if self._spare is None:
+            self._spare = asyncio.create_task(_spawn())
+
+    async def start(self, order: str) -> Awaitable[str]:
+        """Carry out the order at this path. Returns at once; what it returns waits for the reason of a failure."""
+        self.prepare()
+        spare, self._spare = self._spare, None
+        assert spare is not None
+        try:
+            process = await spare
+            if process.returncode is not None:  # it was killed while it waited
+                process = await _spawn()
+        except OSError as error:
+            raise PlatformError(f"no process can be started: {error}") from error
+        assert process.stdin is not None
+        process.stdin.write(os.fsencode(order) + b"\n")
+        process.stdin.close()
+        return _failure(process)
+
+    async def close(self) -> None:
+        """End the process that is ready."""
+        if self._spare is not None:
+            spare, self._spare = self._spare, None
+            with contextlib.suppress(OSError):
+                process = await spare
+                assert process.stdin is not None
+                process.stdin.close()
+                await process.wait()
+
+
+async def _spawn() -> Process:
+    """Start a process. It has nothing of this process's environment, and none of its descriptors."""
+    source = str(Path(carrel.__file__).parent.parent)
+    words = (sys.executable, "-I", "-S", "-c", _CODE, source)
+    environment = {"PATH": os.defpath, "LANG": "C.UTF-8"}
+    return await asyncio.create_subprocess_exec(
+        *words, stdin=PIPE, stdout=DEVNULL, stderr=PIPE, env=environment, start_new_session=True, cwd="/"
+    )
+
+
+async def _failure(process: Process) -> str:
+    """Wait until starting has failed; return the reason. Does not return if it succeeds."""
+    assert process.stderr is not None
+    words = b""
+    with contextlib.suppress(asyncio.IncompleteReadError):
+        while len(words) < _LONGEST_ERROR and (part := await process.stderr.read(_LONGEST_ERROR)):
+            words += part
+    status = await process.wait()
+    if status == 0:
+        await asyncio.Event().wait()
+    text = words.decode(errors="replace").strip()
+    who = "building the root" if status == staging.FAILED else "runsc"
+    return f"{who} failed: {text[-1000:] or f'status {status}'}"
