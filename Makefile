@@ -13,10 +13,10 @@ serve:  ## start carrel on http://127.0.0.1:7070 (ARGS="--port 0" for more flags
 	@scripts/setup server
 	@$(PY) -m carrel serve $(ARGS)
 
-# The whole suite, in one process more than there are cores: tests wait for a fifth of their time, and must bear company
+# The whole suite, in two processes more than there are cores: tests wait for a third of their time, and must bear company
 # anyway. A test that fails is run once more; if it then passes it is named UNSTEADY. Property tests take the same examples
 # in every run.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+WORKERS ?= $(shell expr $$(nproc) + 2)
 SUITE := -n $(WORKERS) --dist worksteal --reruns 1 --rerun-show-tracebacks --durations 30 --hypothesis-profile=same
 
 # Some environments forbid Python to write bytecode. Then every process that a test starts would compile carrel again, and

@@ -247,16 +247,6 @@ def user_server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def docker_server(docker: DockerDaemon) -> Iterator[Server]:
-    """A server as root whose sandboxes are containers."""
-    with serving(user=False, options={"sandbox.provider": "docker", "docker.socket": docker.socket}) as server:
-        for network in ("none", "allowlist"):
-            _CONTAINERS[network] = server.client.sandbox(network=network)
-        yield server
-        _CONTAINERS.clear()
-
-
-@pytest.fixture(scope="session")
 def gvisor_server(bundles: Path) -> Iterator[Server]:
     if not ROOT or (runsc := find_runsc()) is None:
         pytest.skip("gVisor: the tests do not run as root, or scripts/build-runsc was not run")
@@ -325,7 +315,6 @@ class Attacker:
         self.sealed = setting != "process"
         self.in_folder = setting.endswith("in a folder")
         self.on_image = setting.endswith("on an image")
-        self.in_docker = setting.endswith("in Docker")
         self._folders: list[Path] = []
         self.network: str | None = None
         self.server = server
@@ -343,8 +332,7 @@ class Attacker:
                 _SHARED[self.server.pid] = self.server.client.sandbox(image=IMAGE)
             self._box = _SHARED[self.server.pid]
         elif self._box is None:
-            # Others take a second to start: all attacks come from one, which must survive them.
-            self._box = _CONTAINERS[self.network or "none"] if self.in_docker else self._kept() or self.another()
+            self._box = self._kept() or self.another()
         return self._box
 
     def _kept(self) -> Sandbox | None:
