@@ -70,9 +70,7 @@ _NOT_SHOWN = "gVisor does not show these options of mounts; it enforces them"
 NOT_ON_GVISOR = {
     "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
     "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",
-    "test_descriptors_of_pid_1": "the numbers of descriptors are shown; none can be opened",
     "test_descriptors_of_runners": "the numbers of descriptors are shown; none can be opened",
-    "test_the_descriptor_that_writes": "the numbers of descriptors are shown; none can be opened",
     "test_devices_in_sight": _OWN_KERNEL,
     "test_filter_can_be_lifted": "there is no filter inside; gVisor's kernel has one of its own on the host",
     "test_kernel_log": _OWN_KERNEL,

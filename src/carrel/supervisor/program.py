@@ -123,6 +123,8 @@ def main(arguments: list[str]) -> None:
         listener = _listen(facts.socket)
         secrets = os.open(facts.secrets, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if facts.secrets else -1
         port = None if facts.network == "direct" else _listen_locally(facts.proxy_port)
+        if os.getpid() == 1:
+            hold_proc()
         become_agent(facts)
         os.umask(0o022)  # the agent's files are as on every host
         prepared = app.prepare()
@@ -177,6 +179,16 @@ def _listen_locally(port: int) -> socket.socket:
     listener.bind(("127.0.0.1", port))
     listener.listen(PROXY_BACKLOG)
     return listener
+
+
+def hold_proc() -> None:
+    """Open the lists of this process's descriptors while it is root; they stay open for good.
+
+    The kernel of gVisor gives such a list to the user that its process is when it is first looked at, and remembers
+    that for as long as it is open. So the agent, as who this process goes on, cannot read them.
+    """
+    for place in ("/proc/1/fd", "/proc/1/fdinfo", "/proc/1/task/1/fd", "/proc/1/task/1/fdinfo"):
+        os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def become_agent(facts: ProgramFacts) -> None:
