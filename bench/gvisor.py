@@ -28,8 +28,7 @@ FLAGS = ("--ignore-cgroups", "--network=none", "--platform=systrap")
 async def run(progress: Progress) -> Report:
     """Measure."""
     runsc = await asyncio.to_thread(_runsc)
-    async with _sandboxes(runsc) as boxes, ground.scratch() as place:
-        await asyncio.to_thread(_write_peer, place)
+    async with _sandboxes(runsc) as boxes, ground.scratch() as place, _peer(place):
         cold: dict[str, Contender] = {"runsc run": _peer_run(runsc, place), "carrel": _cold(boxes)}
         starts = await rounds(cold, COLD_ROUNDS, warm_up=2, progress=progress)
         idle = [await boxes.start() for _ in range(IDLE)]
@@ -83,6 +82,16 @@ async def _sandboxes(runsc: str) -> AsyncIterator[ground.Sandboxes]:
                 await made.remove_all()
             finally:
                 await provider.close()
+
+
+@asynccontextmanager
+async def _peer(place: Path) -> AsyncIterator[None]:
+    """Write what `runsc run` needs, and remove the mount that it leaves in its state."""
+    await asyncio.to_thread(_write_peer, place)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--quiet", f"{place}/state/null-netns"], check=False)
 
 
 def _write_peer(place: Path) -> None:
