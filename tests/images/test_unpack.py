@@ -125,7 +125,7 @@ def random_layer(rng: random.Random, lower: Tree) -> tuple[bytes, Tree]:
             entries.append(tar_entry(prefix + path, kind=tarfile.FIFOTYPE, **values))
         else:
             targets = [e for e, n in own.items() if n.kind == "file"] or [
-                e for e, n in lower.items() if n.kind == "file" and e not in own
+                e for e, n in lower.items() if n.kind == "file" and e not in own and e != path
             ]
             if not targets:
                 continue
