@@ -116,7 +116,7 @@ async def test_a_run_that_deletes_many_files_is_stopped_until_a_person_answers(
     await plane.policies.write("c", PolicyDocuments(sources={"runtime": {"delete_limit": 3}}), "test")
     await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c", workspace_path=str(folder)))
     # a question that is answered with yes: it goes on, with ten times as many
-    slowly = "for f in {}/*; do rm $f; echo x > {}/made; sleep 0.02; done; echo done"
+    slowly = "for f in {}/*; do rm $f; echo x > {}/made; sleep 0.05; done; echo done"
     first = await plane.operations.start_command(ADMIN, "c", CommandRequest(command=slowly.format("a", "a")))
     question = await asked(plane)
     left = len(os.listdir(folder / "a"))
