@@ -18,7 +18,8 @@ from pathlib import Path
 from bench import ground
 from bench.measure import BenchFailed, Contender, Figures, Progress, Report, Table, median, percentile, ratio, rounds
 from bench.wire import Wire
-from carrel.providers.gvisor import GvisorOptions, GvisorProvider
+from carrel.providers.gvisor.options import GvisorOptions
+from carrel.providers.gvisor.provider import GvisorProvider
 
 COLD_ROUNDS, COMMAND_ROUNDS, IDLE = 12, 60, 4
 BUILD = Path(__file__).parent.parent / "scripts" / "build-runsc"

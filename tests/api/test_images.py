@@ -25,8 +25,8 @@ async def test_imported_listed_used_removed(http: httpx.AsyncClient, server: Run
     async with AsyncClient(server.url, server.token) as carrel:
         [imported] = await carrel.images.import_archive(archive)
         assert (imported.names, imported.in_use) == (["team/small:1"], False)
-        if (await carrel.host()).providers[0].name != "namespace":
-            pytest.skip("images need the namespace provider")
+        if not any("images" in each.capabilities for each in (await carrel.host()).providers if each.available):
+            pytest.skip("no provider of this host runs images")
         seen: list[ImageProgress] = []
         async with await carrel.sandbox(image="team/small:1", progress=seen.append) as box:
             assert seen == [], "it is there already"

@@ -34,7 +34,7 @@ def test_none_named_means_all_and_a_name_counts_once() -> None:
 
 
 def test_an_unknown_name_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(BenchFailed, match="start, burst"):
+    with pytest.raises(BenchFailed, match="start, image_start"):
         chosen(["strat"])
     assert main(["start", "strat"]) == 2
     shown = capsys.readouterr()

@@ -49,7 +49,7 @@ async def pull_image(body: ImagePull, plane: Plane, caller: Who, follow: Follow 
     return following.follow(lambda say: plane.images.pull(caller, body, say), ImageEvent)
 
 
-@router.operation(op.PUSH_IMAGE, "Push an image", _ANSWER, 404, 409, 422, 429, 502)
+@router.operation(op.PUSH_IMAGE, "Push an image", _ANSWER, 404, 409, 413, 422, 429, 502)
 async def push_image(body: ImagePush, plane: Plane, caller: Who, follow: Follow = False) -> Response:
     """To a registry. Layers that it has already are not sent. Its credentials are those of the server."""
     if not follow:
@@ -57,7 +57,7 @@ async def push_image(body: ImagePush, plane: Plane, caller: Who, follow: Follow 
     return following.follow(lambda say: plane.images.push(caller, body, say), ImageEvent)
 
 
-@router.operation(op.EXPORT_IMAGE, "Export an image", {"content": _TAR}, 404)
+@router.operation(op.EXPORT_IMAGE, "Export an image", {"content": _TAR}, 404, 413)
 async def export_image(body: ImageExport, plane: Plane, caller: Who) -> Response:
     """An OCI layout in a tar file, which `docker load`, `skopeo` and an import here read."""
     size, pieces = await plane.images.export(caller, body)

@@ -254,7 +254,7 @@ class ControlPlane:
             values.clean_text,
         )
         self.packages = packages = TemplatePackages(templates, environments, own)
-        template_images = TemplateImages(templates, self.image_builds, images, store)
+        template_images = TemplateImages(templates, lambda: self.image_builds, images, store)
         self.operations = operations = Operations(
             sessions, admission, values, policies.longest, packages, template_images
         )

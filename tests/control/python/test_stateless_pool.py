@@ -28,7 +28,6 @@ from carrel.errors import (
     NotFound,
     PlatformError,
     SandboxLost,
-    Unsupported,
 )
 from carrel.identity import Identity, OwnerKind, Scope
 from carrel.models import (
@@ -154,9 +153,8 @@ async def test_many_files_come_back_at_once_in_their_order(settings: Settings) -
 async def test_what_does_not_isolate_is_not_used(settings: Settings) -> None:
     sandbox = settings.sandbox.model_copy(update={"provider": "process"})
     async with opened(settings.model_copy(update={"sandbox": sandbox}), spares=0) as plane:
-        with pytest.raises(Unsupported, match="no isolation"):
-            await call(plane, "print(1)")
-        assert not plane.sessions.live() and not plane.router.table.places
+        await call(plane, "print(1)")
+        assert [each.record.provider for each in plane.sessions.live()] == ["namespace"]
 
 
 async def test_spares_and_idle_ones(settings: Settings) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import tempfile
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from carrel.control.images.building import ImageBuilds
 from carrel.control.images.images import Images
 from carrel.control.operations.caller import Caller
 from carrel.control.sessions.templates import DOCKERFILE, BuildFolder, Templates
@@ -19,13 +20,16 @@ from carrel.primitives.build_context import pack_context
 from carrel.primitives.keyed_lock import KeyedLocks
 from carrel.store import SessionStore
 
+if TYPE_CHECKING:
+    from carrel.control.images.building import ImageBuilds
+
 log = logging.getLogger("carrel.images")
 
 
 class TemplateImages:
-    """Builds them."""
+    """Builds them. `builds` returns the builder, which takes long to import."""
 
-    def __init__(self, templates: Templates, builds: ImageBuilds, images: Images, store: SessionStore):
+    def __init__(self, templates: Templates, builds: Callable[[], ImageBuilds], images: Images, store: SessionStore):
         self._templates = templates
         self._builds = builds
         self._images = images
@@ -53,7 +57,7 @@ class TemplateImages:
             try:
                 await asyncio.to_thread(pack_context, folder.path, DOCKERFILE, packed)
                 packed.flush()
-                await self._builds.build(caller, ImageBuild(image=folder.image), packed.name, say)
+                await self._builds().build(caller, ImageBuild(image=folder.image), packed.name, say)
             except OSError as error:
                 raise InvalidRequest(
                     f"the build folder of the template '{name}' cannot be read: {error.strerror}",
