@@ -144,3 +144,15 @@ def test_memory_of_the_host_is_bounded_by_the_groups_around(tmp_path: Path) -> N
     assert memory_limits([Hierarchy(str(inner), 1, ("memory",))]) == [1 << 29]
     assert memory_limits([Hierarchy(str(inner), 1, ("cpu",)), Hierarchy(str(tmp_path / "none"), 2, ("memory",))]) == []
     assert 0 < host_memory_mb() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // (1 << 20)
+
+
+def test_a_process_has_groups_twice() -> None:
+    """The provider of gVisor and the probe of the host make groups in one process, and end in any order."""
+    first, second = Cgroups.open(), Cgroups.open()
+    try:
+        assert first.controllers == second.controllers
+        first.close()
+        second.make("later").close()
+        second.remove("later")
+    finally:
+        second.close()

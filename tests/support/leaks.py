@@ -25,7 +25,7 @@ import pytest
 from carrel.errors import PlatformError
 from carrel.primitives.trees import remove_tree
 
-_GROUP = re.compile(r"^carrel-(\d+)-(\d+)$")
+_GROUP = re.compile(r"^carrel-(\d+)-(\d+)(?:-\d+)?$")
 _PR_SET_CHILD_SUBREAPER = 36
 PATIENCE_S = 20.0
 LEFT = "left behind"  # under this name a worker tells the process that leads the run

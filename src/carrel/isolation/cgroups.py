@@ -7,6 +7,7 @@ only its own groups.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from carrel.errors import PlatformError
 from carrel.primitives.kernel_files import read, write
 
-_OWN = re.compile(r"^carrel-(\d+)-(\d+)$")
+_OWN = re.compile(r"^carrel-(\d+)-(\d+)(?:-\d+)?$")
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # how mountinfo writes white space and backslashes
 PERIOD_US = 100_000
 
@@ -171,9 +172,9 @@ class Cgroups:
             write(f"{hierarchy.path}/cgroup.subtree_control", " ".join(f"+{c}" for c in wanted))
         else:
             wanted = [c for c in hierarchy.controllers if c not in self._directories]
-        path = f"{hierarchy.path}/{name}"
         if wanted:
-            os.mkdir(path, 0o755)
+            path = _make_new(f"{hierarchy.path}/{name}")
+            name = os.path.basename(path)
             if hierarchy.version == 2:
                 write(f"{path}/cgroup.subtree_control", " ".join(f"+{c}" for c in wanted))
             self._parents.append((os.open(hierarchy.path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC), name))
@@ -297,6 +298,16 @@ def sweep() -> bool:
         except OSError:
             continue
     return done
+
+
+def _make_new(path: str) -> str:
+    """Make a directory of this process. It may have others, of another provider or of sandboxes that are ending."""
+    for number in itertools.count():
+        wanted = f"{path}-{number}" if number else path
+        with suppress(FileExistsError):
+            os.mkdir(wanted, 0o755)
+            return wanted
+    raise AssertionError
 
 
 def _sweep(path: str) -> bool:
