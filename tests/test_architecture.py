@@ -24,7 +24,7 @@ ALLOWED = {
     "isolation": BASE,
     "supervisor": BASE,
     "sandbox_programs": set(),
-    "providers": BASE | {"isolation", "models"},
+    "providers": BASE | {"isolation", "threads", "models"},
     "egress": BASE | {"policy", "models", "metrics", "redaction", "isolation", "threads"},
     "control": BASE | KINDS | {"threads", "models", "policy", "config", "isolation", "providers", "egress", "images"},
     "connections": BASE,

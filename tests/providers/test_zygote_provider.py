@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shutil
 import signal
+import threading
 from contextlib import suppress
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from tests.support.sandboxes import KINDS, ROOT, House, Supervisor, parent, provider, status, until
 
 from carrel.errors import InvalidRequest, PlatformError, Unsupported
-from carrel.providers import Capability, Masks
+from carrel.providers import Capability, Masks, foreign_processes
 from carrel.providers.zygotes import ZygoteClient
 
 
@@ -266,3 +267,27 @@ async def test_each_sandbox_has_host_ids_of_its_own(houses: dict[str, House]) ->
         assert all(number > 65536 for number in ids)
         assert (await one.supervisor.run("id -u"))["stdout"] == "1000\n"
     await house.provider.close()
+
+
+async def test_a_pause_that_is_cancelled_stops_nothing_afterwards(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def stop_below(pid: int) -> bool:
+        began.set()
+        assert go_on.wait(30)
+        ended.set()
+        return True
+
+    monkeypatch.setattr(foreign_processes, "stop_below", stop_below)
+    async with house.box() as box:
+        pause = asyncio.create_task(house.provider.pause(box.handle))
+        await until(began.is_set, what="the pause to begin")
+        pause.cancel()
+        await asyncio.wait([pause], timeout=0.05)
+        assert not pause.done(), "it is still stopping processes"
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await pause
+        assert ended.is_set()

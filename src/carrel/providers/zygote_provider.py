@@ -18,6 +18,7 @@ from carrel.primitives.channel import close_all
 from carrel.providers import foreign_processes
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
 from carrel.providers.zygotes import ZygoteClient
+from carrel.threads import run_to_end
 
 LONGEST_SOCKET_PATH = 107
 USERS_REMEMBERED = 1024
@@ -175,7 +176,8 @@ class ZygoteProvider(Provider):
         return [str(name) for name in found.get("ids", [])]
 
     async def pause(self, handle: Handle) -> bool:
-        return await asyncio.to_thread(foreign_processes.stop_below, number(handle, "pid"))
+        # Also to the end when it is cancelled: what it stops after an `unpause` would stay stopped for ever.
+        return await run_to_end(lambda: foreign_processes.stop_below(number(handle, "pid")))
 
     async def unpause(self, handle: Handle) -> None:
         await asyncio.to_thread(foreign_processes.continue_below, number(handle, "pid"))
