@@ -138,6 +138,30 @@ class Provider(ABC):
         that it cannot apply.
         """
 
+    def slot_for(self, launch: Launch) -> Launch | None:
+        """Return the launch of a slot that this sandbox could claim, or None if it has to start cold.
+
+        A slot is a sandbox that has started for nobody yet. Its launch has what `claim` cannot add later, and nothing
+        else: no id, no workspace, no variables. Sandboxes whose slots have equal launches can use the same slots.
+        """
+        return None
+
+    async def start_slot(self, launch: Launch) -> Handle:
+        """Start a slot, from a launch of `slot_for` that was given an id. Its network is closed and no code of an agent
+        has run in it. It ends with this process if nobody claims it.
+
+        Leaves nothing behind when it raises. Raises as `start` does.
+        """
+        raise Unsupported(f"provider '{self.name}' has no slots", hint="choose another provider")
+
+    async def claim(self, slot: Handle, launch: Launch) -> Handle:
+        """Turn a slot into the sandbox of `launch`, and return its handle, which keeps the id of the slot.
+
+        The slot was made by this object for an equal `slot_for(launch)`, and nobody else claims it. If it raises, the
+        slot is removed. Raises as `start` does.
+        """
+        raise Unsupported(f"provider '{self.name}' has no slots", hint="choose another provider")
+
     @abstractmethod
     async def alive(self, handle: Handle) -> bool:
         """Return whether the sandbox of this handle still runs, also after a restart of the control plane."""
