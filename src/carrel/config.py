@@ -54,7 +54,13 @@ class SandboxSettings(_Group):
         description="where sandboxes run; `auto` is the strongest available",
     )
     network: Network = Field(
-        default=Network.NONE, description="network access of a sandbox, unless requested otherwise"
+        default=Network.NONE,
+        description="network access of a sandbox of trust `high` or `medium`, unless requested otherwise",
+    )
+    low_trust_network: Network | None = Field(
+        default=None,
+        description="network access of a sandbox of trust `low`, unless requested otherwise; by default none, whatever "
+        "`sandbox.network` says",
     )
     cpu_limit: Cpus = Field(default=2.0, description="CPU cores of a sandbox")
     memory_mb: MemoryMb = Field(default=2048, description="memory of a sandbox")

@@ -12,9 +12,8 @@ from carrel.providers.built_in import LEVELS
 from carrel.providers.gvisor.options import GvisorOptions
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
+from carrel.providers.trust import RULES
 from carrel.providers.zygotes import ZygoteClient
-
-LEAST_LEVEL = {Trust.HIGH: 0, Trust.MEDIUM: 1, Trust.LOW: 2}
 
 
 def open_providers(
@@ -65,7 +64,7 @@ def choose(
     do what is needed. If none of those that satisfy it can, the error names what the strongest of them lacks. `least`
     is the lowest level that `auto` may choose besides: that of a session which has run before.
     """
-    least = max(least if name == "auto" else 0, LEAST_LEVEL[trust])
+    least = max(least if name == "auto" else 0, RULES[trust].least_level)
     if name != "auto":
         provider = providers.get(name)
         if provider is None:

@@ -4,7 +4,7 @@ import pytest
 from tests.support.records import Promising
 
 from carrel.config import load
-from carrel.control.sessions.placement import LIMIT_CAPABILITY, resolve
+from carrel.control.sessions.placement import LIMIT_CAPABILITY, default_network, resolve
 from carrel.errors import InvalidRequest, Unsupported
 from carrel.models import Network, Trust
 from carrel.providers.base import Capability
@@ -47,6 +47,24 @@ def test_more_memory_than_the_host_has_is_refused():
     with pytest.raises(InvalidRequest, match="asks for 921600 MB of memory, and this host has 500 MB") as caught:
         resolve(SETTINGS, {}, provider="auto", trust=Trust.HIGH, network=None, limits=asked, host_memory_mb=500)
     assert caught.value.field == "limits.memory_mb"
+
+
+@pytest.mark.parametrize(
+    ("given", "networks"),
+    [
+        ({}, ("none", "none", "none")),
+        ({"sandbox.network": "internet"}, ("internet", "internet", "none")),
+        ({"sandbox.low_trust_network": "allowlist"}, ("none", "none", "allowlist")),
+        ({"sandbox.network": "allowlist", "sandbox.low_trust_network": "none"}, ("allowlist", "allowlist", "none")),
+    ],
+)
+def test_the_default_network_is_that_of_the_trust_unless_the_operator_names_one(given, networks):
+    sandbox = load(given, environ={}).sandbox
+    unsafe = Promising()
+    unsafe.unsafe = True
+    for trust, network in zip((Trust.HIGH, Trust.MEDIUM, Trust.LOW), networks, strict=True):
+        assert default_network(sandbox, trust, Promising()) == network
+        assert default_network(sandbox, trust, unsafe) is Network.HOST
 
 
 def test_a_lifetime_is_at_most_the_operators_which_is_also_the_default():
