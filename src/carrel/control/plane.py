@@ -416,7 +416,7 @@ class ControlPlane:
     async def host_report(self) -> HostReport:
         from carrel.providers.doctor import host_report
 
-        report = await asyncio.to_thread(host_report, self.providers)
+        report = await asyncio.to_thread(host_report, self.providers, self.settings.sandbox.third_party_names)
         quota = await asyncio.to_thread(disk_quota, self.driver)
         kept = retention(self.settings.workspace_ttl_days)
         return report.model_copy(update={"checks": [*report.checks, quota, kept]})

@@ -78,16 +78,16 @@ def test_a_lifetime_is_at_most_the_operators_which_is_also_the_default():
 
 def test_the_usual_provider_is_not_taken_where_it_is_too_weak():
     weak, strong = Promising(Capability.NETWORK_NONE), Promising(Capability.NETWORK_NONE)
-    weak.name, weak.isolation_level, strong.name, strong.isolation_level = "weak", 1, "strong", 2
-    settings = load({"sandbox.provider": "weak"}, environ={})
+    strong.name, strong.isolation_level = "gvisor", 2
+    settings = load({"sandbox.provider": "namespace"}, environ={})
 
     def chosen(trust: Trust, **more: object) -> str:
         how = {"provider": "auto", "network": None, "limits": {}, "host_memory_mb": 500, **more}
-        return resolve(settings, {"weak": weak, "strong": strong}, trust=trust, **how).provider.name
+        return resolve(settings, {"namespace": weak, "gvisor": strong}, trust=trust, **how).provider.name
 
     assert (chosen(Trust.MEDIUM), chosen(Trust.LOW), chosen(Trust.MEDIUM, least_level=2)) == (
-        "weak",
-        "strong",
-        "strong",
+        "namespace",
+        "gvisor",
+        "gvisor",
     )
-    assert chosen(Trust.MEDIUM, least_level=2, provider="weak") == "weak", "the caller names it"
+    assert chosen(Trust.MEDIUM, least_level=2, provider="namespace") == "namespace", "the caller names it"

@@ -1,5 +1,5 @@
 """A session never lands on less isolation than it asked for, and its trust chooses its default network: on whole control
-planes, with a second real provider that says it is stronger.
+planes, with a second real provider that says it is stronger, and that the operator lists.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ class Broken(Strong):
 
 @contextlib.asynccontextmanager
 async def serving(settings: Settings, strong: type[Strong] | None = Strong) -> AsyncIterator[ControlPlane]:
+    listed = settings.sandbox.model_copy(update={"third_party": "strong"})
+    settings = settings.model_copy(update={"sandbox": listed})
     run, workspaces = (str(Path(settings.data_dir, name)) for name in ("run", "storage/volumes"))
     kinds: list[type[NamespaceProvider]] = [*([strong] if strong else []), NamespaceProvider]
     zygote = ZygoteClient(run, workspaces, plain=False)  # one for both: there is one for each run directory

@@ -13,6 +13,7 @@ from carrel.errors import InvalidRequest
 from carrel.models import Limits, Network, Trust
 from carrel.providers import choose
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Provider
+from carrel.providers.choosing import believed_level
 from carrel.providers.trust import RULES
 
 LIMIT_CAPABILITY = {
@@ -25,9 +26,10 @@ LIMIT_CAPABILITY = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """The provider, network and limits of a sandbox."""
+    """The provider, network and limits of a sandbox, and the isolation level of the provider that counts."""
 
     provider: Provider
+    level: int
     network: Network
     limits: Limits
 
@@ -68,12 +70,12 @@ def resolve(
     def needed(candidate: Provider) -> list[Capability]:
         return [*limiting, NETWORK_CAPABILITY[network or default_network(settings.sandbox, trust, candidate)], *needs]
 
-    name = provider
+    name, listed = provider, settings.sandbox.third_party_names
     if provider == "auto":
         usual = providers.get(settings.sandbox.provider)
-        too_weak = usual is not None and usual.isolation_level < max(least_level, RULES[trust].least_level)
+        too_weak = usual is not None and believed_level(usual, listed) < max(least_level, RULES[trust].least_level)
         name = "auto" if too_weak else settings.sandbox.provider
-    chosen = choose(dict(providers), name, trust, needed, least_level)
+    chosen = choose(dict(providers), name, trust, needed, least_level, listed)
     if chosen.unsafe and not settings.sandbox.allow_process:
         raise InvalidRequest(
             f"provider '{chosen.name}' does not isolate and is switched off on this server",
@@ -83,7 +85,8 @@ def resolve(
     chosen.require(*limiting)
     network = network or default_network(settings.sandbox, trust, chosen)
     chosen.require(NETWORK_CAPABILITY[network])
-    return Resolved(chosen, network, Limits.model_validate(_defaults(settings, chosen) | dict(limits)))
+    resolved = Limits.model_validate(_defaults(settings, chosen) | dict(limits))
+    return Resolved(chosen, believed_level(chosen, listed), network, resolved)
 
 
 def default_network(settings: SandboxSettings, trust: Trust, provider: Provider) -> Network:

@@ -83,7 +83,7 @@ def new_record(
         ephemeral=ephemeral,
         state=State.CREATING if existing is None else next_state(_settled(existing.state), Event.START),
         provider=provider.name,
-        isolation_level=provider.isolation_level,
+        isolation_level=resolved.level,
         unsafe=provider.unsafe,
         trust=trust,
         network=resolved.network,
