@@ -65,9 +65,8 @@ def _level(level: int, statuses: list[ProviderStatus]) -> LevelStatus:
 def _third_party(provider: Provider, listed: Collection[str]) -> ProviderStatus:
     """Return the status of a provider of another package, with the level that counts."""
     level = believed_level(provider, listed)
-    status = provider.status().model_copy(
-        update={"isolation_level": level, "package": origins().get(provider.name, "")}
-    )
+    package = provider.name.partition("@")[2] or origins().get(provider.name, "")
+    status = provider.status().model_copy(update={"isolation_level": level, "package": package})
     if provider.isolation_level == level:
         return status
     note = (

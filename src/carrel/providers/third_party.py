@@ -23,6 +23,7 @@ log = logging.getLogger("carrel.providers")
 
 GROUP = "carrel.providers"
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
+_RESERVED = {"auto", *BUILT_IN}
 _LONGEST_REASON = 500
 
 
@@ -87,7 +88,7 @@ def open_third_party(
         provider, reason = _load(each, context, times[each.name])
         if provider is None:
             log.error("the provider '%s' of %s is refused: %s", each.name, origin(each), reason)
-            taken = each.name in BUILT_IN or times[each.name] > 1 or not _NAME.fullmatch(each.name)
+            taken = each.name in _RESERVED or times[each.name] > 1 or not _NAME.fullmatch(each.name)
             provider = Unusable(f"{each.name}@{origin(each)}" if taken else each.name, reason)
         providers.append(provider)
     known = {provider.name for provider in providers} | BUILT_IN.keys()
@@ -114,7 +115,7 @@ def _load(point: EntryPoint, context: ProviderContext, times: int) -> tuple[Prov
     name = point.name
     if not _NAME.fullmatch(name):
         return None, "its name is not a word of lower-case letters, digits and '-'"
-    if name == "auto" or name in BUILT_IN:
+    if name in _RESERVED:
         return None, f"'{name}' is a name of carrel; the package has to choose another"
     if times > 1:
         return None, "several installed packages have a provider of this name; uninstall all but one"
