@@ -1,12 +1,12 @@
-"""Generates reference pages from the declarations: errors, the command line, settings, metrics, scopes,
-operations.
+"""Generates reference pages from the declarations: errors, the command line, settings, metrics, scopes, operations,
+providers.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -137,6 +137,62 @@ def operations_page() -> str:
         "several; [the supervisor's routes](supervisor.md) are all listed on their own page. What a scope includes is\n"
         "on the page of [scopes](scopes.md).\n\n" + "\n".join(rows) + "\n"
     )
+
+
+def providers_page() -> str:
+    """Return the page of providers: capabilities, and known gaps in both suites with the reasons."""
+    from tests.support.known_gaps import ATTACKED, NEVER, NOT_JUDGED, SOMETIMES
+
+    from carrel.providers.base import Capability
+    from carrel.providers.built_in import BUILT_IN, LEVELS
+
+    names = sorted(BUILT_IN, key=lambda name: -BUILT_IN[name].level)
+    parts = [
+        HEAD,
+        "# Providers\n\n"
+        "How sandboxes are made, strongest first. Two suites hold providers to their promises. The conformance suite\n"
+        "(`carrel.testing`) checks every capability that a provider promises, and that it refuses the others. The\n"
+        "security suite (`tests/security`) attacks real servers. Known gaps are declared, with reasons, in\n"
+        "`tests/support/known_gaps.py`. The tests fail for a missing capability that is not declared there, for a\n"
+        "declared one that is promised, and for an attack that succeeds and is not declared.\n"
+        "`carrel doctor` shows what this host has.\n\n"
+        "| provider | level | conformance: never promised | promised on some hosts | security: attacks that are made |"
+        " attacks not judged |\n"
+        f"|{' --- |' * 6}\n",
+    ]
+    for name in names:
+        level = BUILT_IN[name].level
+        unharmful = "those that do no harm: they must succeed"
+        made = _code(ATTACKED[name]) if name in ATTACKED else "all" if level else unharmful
+        unjudged = len(NOT_JUDGED.get(name, {}))
+        listed = f"[{unjudged}, listed below](#{name}-attacks-that-are-not-judged)" if unjudged else "none"
+        parts.append(
+            f"| `{name}` | {level}: {LEVELS[level]} | {_code(NEVER[name])} | {_code(SOMETIMES[name])} | {made} |"
+            f" {listed} |\n"
+        )
+    parts.append("\nAttacks of further modules are made in gVisor with `pytest tests/security --on-gvisor`.\n")
+    parts.append("\n## Capabilities\n\n| capability |" + "".join(f" `{name}` |" for name in names))
+    parts.append(f"\n|{' --- |' * (len(names) + 1)}\n")
+    for capability in Capability:
+        cells = (
+            "no" if capability in NEVER[n] else "some hosts" if capability in SOMETIMES[n] else "yes" for n in names
+        )
+        parts.append(f"| `{capability}` | {' | '.join(cells)} |\n")
+    for name in names:
+        for title, gaps in (
+            ("capabilities that are never promised", NEVER[name]),
+            ("capabilities that are promised on some hosts", SOMETIMES[name]),
+            ("attacks that are not judged", NOT_JUDGED.get(name, {})),
+        ):
+            if gaps:
+                what = "attack" if gaps is NOT_JUDGED.get(name) else "capability"
+                parts.append(f"\n## `{name}`: {title}\n\n| {what} | reason |\n| --- | --- |\n")
+                parts += [f"| `{each}` | {_cell(reason)} |\n" for each, reason in sorted(gaps.items())]
+    return "".join(parts)
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names)) or "none"
 
 
 def _decided(decides: Decides) -> str:

@@ -8,18 +8,13 @@ from types import MappingProxyType
 from carrel.errors import InvalidRequest, ProviderUnavailable, Unsupported
 from carrel.models import Trust
 from carrel.providers.base import Capability, Provider
+from carrel.providers.built_in import LEVELS
 from carrel.providers.gvisor.options import GvisorOptions
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 from carrel.providers.zygotes import ZygoteClient
 
 LEAST_LEVEL = {Trust.HIGH: 0, Trust.MEDIUM: 1, Trust.LOW: 2}
-LEVELS = {
-    0: "no isolation",
-    1: "namespaces or a container",
-    2: "a user-space kernel (gVisor)",
-    3: "a microVM",
-}
 
 
 def open_providers(
