@@ -104,7 +104,7 @@ def attempt(name, call):
     except OSError as error: print(name, 'refused', error.errno)
 private = '/run/carrel/private'
 attempt('list', lambda: os.listdir('/run/carrel'))
-attempt('facts', lambda: open(private + '/facts.json').read())
+attempt('report', lambda: socket.socket(socket.AF_UNIX).connect(private + '/report'))
 attempt('socket', lambda: socket.socket(socket.AF_UNIX).connect(private + '/socket'))
 attempt('rename', lambda: os.rename('/run/carrel/private', '/run/carrel/other'))
 attempt('put', lambda: open('/run/carrel/egress', 'w'))

@@ -81,11 +81,13 @@ class SupervisorBundle:
         return os.path.join(self.path, rootfs.PYTHON.lstrip("/"))
 
 
-def command(facts: str) -> list[str]:
-    """Return the command of PID 1 in a sandbox that has the bundle. `facts` is the path of its facts there."""
+def command(report: str) -> list[str]:
+    """Return the command of PID 1 in a sandbox that has the bundle. `report` is the path there of the socket that it
+    connects to for its facts.
+    """
     return [
         *(f"{BUNDLE}/{_LOADER}", "--inhibit-cache", "--library-path", f"{BUNDLE}/{_LIBRARIES}"),
-        *(f"{BUNDLE}/{_INTERPRETER}", "-I", "-S", "-X", "utf8", "-m", "carrel.supervisor.program", facts),
+        *(f"{BUNDLE}/{_INTERPRETER}", "-I", "-S", "-X", "utf8", "-m", "carrel.supervisor.program", report),
     ]
 
 

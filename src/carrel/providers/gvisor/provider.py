@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from carrel.errors import PlatformError, Unsupported
 from carrel.isolation import inside, masks, probe
@@ -27,7 +28,7 @@ from carrel.primitives.atomic import write_file
 from carrel.primitives.trees import remove_tree
 from carrel.providers import bundle, foreign_processes
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, RootImage
-from carrel.providers.control_directory import FACTS, ControlDirectory, facts_of, report_of
+from carrel.providers.control_directory import REPORT, ControlDirectory, facts_of, waiting_supervisor
 from carrel.providers.gvisor import base_root, groups, oci, runsc
 from carrel.providers.gvisor.base_root import BaseRoot
 from carrel.providers.gvisor.groups import GvisorGroups
@@ -164,11 +165,10 @@ class GvisorProvider(Provider):
         control = ControlDirectory(f"{place}/{_CONTROL}")
         await asyncio.to_thread(self._write, launch, place, control, made)
         order = await asyncio.to_thread(self._order, launch, base, made, place, control)
-        report = control.await_report()
-        try:
-            await report_of(report, await self._stagers.start(order))
-        finally:
-            report.close()
+        with control.listen_for_supervisor() as listener:
+            supervisor = await waiting_supervisor(listener, await self._stagers.start(order))
+        with contextlib.closing(supervisor):
+            await supervisor.begin(_facts(launch))
         pid = await _pid(f"{place}/{_PID}")
         path = await asyncio.to_thread(_take_socket, control.socket_path, f"{place}/{_SOCKET}")
         self._stagers.prepare()
@@ -178,26 +178,21 @@ class GvisorProvider(Provider):
             "socket": path,
             "pid": pid,
             "start_time": start_time(pid),
+            "egress": launch.network.proxied,
         }
 
     def _write(self, launch: Launch, place: str, control: ControlDirectory, made: bundle.SupervisorBundle) -> None:
         os.mkdir(place, 0o700)
         for name in (_ROOT, _COVERS, _STATE):
             os.mkdir(f"{place}/{name}", 0o755)
-        facts = facts_of(launch, uid=SANDBOX_UID, gid=SANDBOX_UID, secrets=True, user="agent")
-        facts["watch_memory"] = True
-        # The others are budgets of the host's kernel, which this sandbox does not use; gVisor refuses to set them.
-        facts["limits"] = {name: facts["limits"][name] for name in _LIMITS if name in facts["limits"]}
-        if launch.processes is not None:
-            facts["kernel_files"] = {oci.tasks_file(launch.id): str(launch.processes)}
-        control.create(facts)
+        control.create()
         spec = oci.GvisorSpec(
             id=launch.id,
             root=f"{place}/{_ROOT}",
             control=control.path,
             workspace=f"{place}/{_ROOT}{inside.WORKSPACE}",
             secrets=f"{control.path}/private/secrets",
-            command=tuple(bundle.command(FACTS)),
+            command=tuple(bundle.command(REPORT)),
             environments=self._shared.get(inside.ENVIRONMENTS, ""),
             memory_mb=launch.memory_mb,
         )
@@ -253,9 +248,9 @@ class GvisorProvider(Provider):
         await asyncio.to_thread(remove_tree, self._place(id))
 
     async def way_out(self, handle: Handle) -> int | None:
-        control = ControlDirectory(f"{self._place(str(handle['id']))}/{_CONTROL}")
-        if not await asyncio.to_thread(_is_governed, control):
+        if not handle.get("egress"):
             return None
+        control = ControlDirectory(f"{self._place(str(handle['id']))}/{_CONTROL}")
         listener = await asyncio.to_thread(control.listen_for_egress)
         return listener.detach()
 
@@ -274,6 +269,17 @@ class GvisorProvider(Provider):
                     await asyncio.to_thread(remove_tree, base.place)
         await self._stagers.close()
         self._groups.close()
+
+
+def _facts(launch: Launch) -> dict[str, Any]:
+    """Return the facts for the supervisor of a sandbox."""
+    facts = facts_of(launch, uid=SANDBOX_UID, gid=SANDBOX_UID, secrets=True, user="agent")
+    facts["watch_memory"] = True
+    # The others are budgets of the host's kernel, which this sandbox does not use; gVisor refuses to set them.
+    facts["limits"] = {name: facts["limits"][name] for name in _LIMITS if name in facts["limits"]}
+    if launch.processes is not None:
+        facts["kernel_files"] = {oci.tasks_file(launch.id): str(launch.processes)}
+    return facts
 
 
 def _refuse(launch: Launch) -> None:
@@ -322,12 +328,3 @@ def _take_socket(source: str, target: str) -> str:
     if not stat.S_ISSOCK(os.lstat(target).st_mode):
         raise PlatformError("the supervisor's socket is not a socket")
     return target
-
-
-def _is_governed(control: ControlDirectory) -> bool:
-    """Whether the sandbox of this directory has an allow list."""
-    try:
-        facts = json.loads(Path(f"{control.path}/private/{os.path.basename(FACTS)}").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return bool(facts.get("network") == "allowlist")
