@@ -182,7 +182,7 @@ def _take_charge(facts: ProgramFacts, prepared: app.Prepared) -> None:
 
 
 def take_workspace(facts: ProgramFacts) -> None:
-    """Mount the workspace at its place, and unmount the directory in which it came: nothing else leads there."""
+    """Mount the workspace at its place, and unmount the directory in which it came."""
     source, target = os.fsencode(facts.late + facts.workspace), os.fsencode(facts.workspace)
     libc.call("mount", source, target, None, _MS_BIND, None, name=f"mounting {facts.workspace}")
     libc.call("umount2", os.fsencode(facts.late), _MNT_DETACH, name=f"unmounting {facts.late}")

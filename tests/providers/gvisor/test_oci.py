@@ -51,7 +51,7 @@ def test_configuration() -> None:
             },
             bind("/run/g/c", "/run/carrel", "rw", "nosuid", "nodev", "noexec"),
             bind("/run/g/c/private/secrets", "/run/secrets", "ro", "nosuid", "nodev", "noexec"),
-            bind("/run/g/late", "/run/carrel/late", "rw", "nosuid", "nodev"),
+            bind("/run/g/late", "/run/carrel/private/late", "rw", "nosuid", "nodev"),
             bind("/data/envs", "/envs", "ro", "nosuid", "nodev"),
         ],
         "linux": {

@@ -10,8 +10,12 @@ from carrel.isolation.rootfs import SANDBOX_UID
 
 VERSION = "1.0.2"
 CGROUPS = "/sys/fs/cgroup"
-LATE = f"{inside.CONTROL}/late"
-"""Where the workspace is mounted, at its usual path below, when the owner of a sandbox is known. It is gone then."""
+LATE = f"{inside.CONTROL}/private/late"
+"""Where the workspace is mounted, at its usual path below, when the owner of a sandbox is known.
+
+The agent cannot enter the directory above it. That matters even when it is unmounted: the process that serves files
+still has it there, and shows it as part of that directory.
+"""
 _CAPABILITIES = ["CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_ADMIN"]
 _PRIVATE = ["nosuid", "nodev"]
 FLAGS = (

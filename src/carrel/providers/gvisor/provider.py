@@ -263,7 +263,7 @@ class GvisorProvider(Provider):
         for below in (inside.WORKSPACE, late_masks.COVERS):
             os.mkdir(late + below, 0o755)
         control.create()
-        os.mkdir(f"{control.path}/{os.path.basename(oci.LATE)}", 0o700)
+        os.mkdir(f"{control.path}/private/{os.path.basename(oci.LATE)}", 0o700)
         spec = oci.GvisorSpec(
             id=launch.id,
             root=f"{place}/{_ROOT}",
