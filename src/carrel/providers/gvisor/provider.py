@@ -361,6 +361,7 @@ def _facts(id: str, launch: Launch) -> dict[str, Any]:
     facts["limits"] = {name: facts["limits"][name] for name in _LIMITS if name in facts["limits"]}
     if launch.processes is not None:
         facts["kernel_files"] = {oci.tasks_file(id): str(launch.processes)}
+        facts["limits"]["RLIMIT_NPROC"] = launch.processes  # not enforced, but shown, and the supervisor goes by it
     return facts
 
 
