@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from carrel.isolation import linux
@@ -89,24 +89,34 @@ class Sandbox:
             raise OSError(f"{target} is a link in this sandbox")
         return found
 
-    def mount(self, mounts: Sequence[LateMount]) -> None:
-        """Mount these, one after the other."""
-        failures: list[OSError] = []
+    def act(self, work: Callable[[], None]) -> None:
+        """Do work with the mounts of the sandbox. It must be system calls and nothing else: paths mean those of the
+        sandbox, so an import would load code of its image.
+        """
+        failures: list[BaseException] = []
 
-        def enter_and_mount() -> None:
+        def enter_and_work() -> None:
             try:
                 linux.unshare(linux.CLONE_FS)  # its root and working directory are its own from now on
                 linux.enter_namespace(self._namespace)
-                for each in mounts:
-                    self._mount(each)
-            except OSError as error:
+                work()
+            except BaseException as error:
                 failures.append(error)
 
-        thread = threading.Thread(target=enter_and_mount, name="late-mounts")
+        thread = threading.Thread(target=enter_and_work, name="late-mounts")
         thread.start()
         thread.join()
         if failures:
             raise failures[0]
+
+    def mount(self, mounts: Sequence[LateMount]) -> None:
+        """Mount these, one after the other."""
+
+        def mount_all() -> None:
+            for each in mounts:
+                self._mount(each)
+
+        self.act(mount_all)
 
     def _mount(self, each: LateMount) -> None:
         try:
