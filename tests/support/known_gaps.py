@@ -12,7 +12,6 @@ NEVER: dict[str, dict[Capability, str]] = {
     "docker": {
         Capability.FOLDERS: "the identity of a folder cannot be given to the daemon, only its path",
         Capability.IMAGE_BUILDS: "images are built with the provider `namespace`",
-        Capability.MASKS: "Docker mounts paths by name when a container starts, so a path can be replaced before",
         Capability.NETWORK_BRIDGE: "a container has no network but the egress proxy",
         Capability.NETWORK_HOST: "a container has no network but the egress proxy",
     },
@@ -88,15 +87,7 @@ _NOT_SHOWN = "gVisor does not show these options of mounts; it enforces them"
 _NO_FILTER = "there is no filter inside; gVisor's kernel has one of its own on the host"
 NOT_JUDGED: dict[str, dict[str, str]] = {
     "namespace": {},
-    "docker": {
-        "test_mount_propagation": "mounts that the daemon makes in its own directories would appear in the root",
-        "test_mounts_are_confined": "mounts lack nosuid and nodev: no_new_privs and the device cgroup hold instead",
-        "test_devices_in_sight": "there is a /dev/mqueue, of the container's own",
-        "test_sys": "there is an empty directory /sys/fs",
-        "test_control_socket_in_sight": (
-            "the name of the supervisor's socket is visible; nobody inside may connect to it"
-        ),
-    },
+    "docker": {},
     "gvisor": {
         "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
         "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",

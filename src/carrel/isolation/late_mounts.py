@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from carrel.isolation import linux
@@ -23,10 +23,13 @@ _PRIVATE = linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV
 
 @dataclass(frozen=True)
 class LateMount:
-    """A detached mount, by its descriptor, and the path in the sandbox where it belongs."""
+    """A detached mount, by its descriptor, and the path in the sandbox where it belongs. If `shown_at` is given, it is
+    also mounted there, read-only.
+    """
 
     tree: int
     target: str
+    shown_at: str = ""
 
 
 def open_directory(path: str, *, read_only: bool = False) -> int:
@@ -89,34 +92,58 @@ class Sandbox:
             raise OSError(f"{target} is a link in this sandbox")
         return found
 
-    def mount(self, mounts: Sequence[LateMount]) -> None:
-        """Mount these, one after the other."""
-        failures: list[OSError] = []
+    def enter(self) -> None:
+        """Enter the mounts of the sandbox with this thread, which must have a root of its own. It stays there."""
+        linux.enter_namespace(self._namespace)
 
-        def enter_and_mount() -> None:
+    def act(self, work: Callable[[], None]) -> None:
+        """Do work with the mounts of the sandbox. It must be system calls and nothing else: paths mean those of the
+        sandbox, so an import would load code of its image.
+        """
+        failures: list[BaseException] = []
+
+        def enter_and_work() -> None:
             try:
                 linux.unshare(linux.CLONE_FS)  # its root and working directory are its own from now on
-                linux.enter_namespace(self._namespace)
-                for each in mounts:
-                    self._mount(each)
-            except OSError as error:
+                self.enter()
+                work()
+            except BaseException as error:
                 failures.append(error)
 
-        thread = threading.Thread(target=enter_and_mount, name="late-mounts")
+        thread = threading.Thread(target=enter_and_work, name="late-mounts")
         thread.start()
         thread.join()
         if failures:
             raise failures[0]
 
+    def mount(self, mounts: Sequence[LateMount]) -> None:
+        """Mount these, one after the other."""
+
+        def mount_all() -> None:
+            for each in mounts:
+                self._mount(each)
+
+        self.act(mount_all)
+
     def _mount(self, each: LateMount) -> None:
-        try:
-            place = self.open(each.target)
+        self._move(each.tree, each.target)
+        if each.shown_at:
+            shown = linux.open_tree("", dir_fd=each.tree)
             try:
-                linux.move_mount(each.tree, place)
+                linux.set_mount_attributes(shown, linux.MOUNT_ATTR_RDONLY)
+                self._move(shown, each.shown_at)
+            finally:
+                os.close(shown)
+
+    def _move(self, tree: int, target: str) -> None:
+        try:
+            place = self.open(target)
+            try:
+                linux.move_mount(tree, place)
             finally:
                 os.close(place)
         except OSError as error:
-            raise OSError(error.errno, f"nothing can be mounted at {each.target}: {error.strerror or error}") from error
+            raise OSError(error.errno, f"nothing can be mounted at {target}: {error.strerror or error}") from error
 
     def close(self) -> None:
         os.close(self._root)

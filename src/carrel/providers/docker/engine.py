@@ -10,7 +10,8 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
@@ -62,12 +63,13 @@ class Engine:
             raise
         return True
 
-    async def import_image(self, archive: AsyncIterator[bytes], name: str, labels: Mapping[str, str]) -> None:
-        """Make an image of one layer from an uncompressed tar archive."""
+    async def import_image(self, archive: AsyncGenerator[bytes], name: str, labels: Mapping[str, str]) -> None:
+        """Make an image of one layer from an uncompressed tar archive, which is closed in any case."""
         changes = [("changes", f"LABEL {key}={json.dumps(value)}") for key, value in labels.items()]
         repository, _, tag = name.partition(":")
         query = [("fromSrc", "-"), ("repo", repository), ("tag", tag), *changes]
-        answer = await self._send("POST", "/images/create", query, archive, patience_s=IMPORT_S)
+        async with aclosing(archive):
+            answer = await self._send("POST", "/images/create", query, archive, patience_s=IMPORT_S)
         for line in answer.splitlines():  # a failure in the middle comes with status 200
             if line.strip() and (error := json.loads(line).get("error")):
                 raise PlatformError(f"the Docker daemon could not import a root file system: {error}"[:1000])
