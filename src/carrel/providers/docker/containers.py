@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from carrel.isolation.inside import BUNDLE, CONTROL, HOME
-from carrel.isolation.rootfs import PYTHON, SANDBOX_UID
+from carrel.isolation.inside import BUNDLE, CONTROL
+from carrel.isolation.rootfs import PYTHON
 from carrel.providers import bundle, control_directory
 from carrel.providers.base import Launch
 
@@ -62,7 +62,6 @@ def body(request: ContainerRequest) -> dict[str, Any]:
             "RestartPolicy": {"Name": "no"},
             "LogConfig": _LOG,
             **limits(launch),
-            **_memory_file_systems(launch.memory_mb),
             "Mounts": [
                 _bind(request.bundle, BUNDLE, read_only=True),
                 _bind(f"{request.bundle}{PYTHON}", PYTHON, read_only=True),
@@ -84,27 +83,6 @@ def limits(launch: Launch) -> dict[str, int]:
     if launch.processes is not None:
         found["PidsLimit"] = launch.processes + PROCESSES_OF_OURS
     return found
-
-
-def memory_sizes(memory_mb: int | None) -> dict[str, int]:
-    """Return the sizes in megabytes of the memory file systems of a sandbox: much less than its memory."""
-    scratch = max(16, min(512, (memory_mb or 1024) // 4))
-    return {"/tmp": scratch, HOME: scratch, "/dev/shm": max(8, scratch // 4)}
-
-
-def _memory_file_systems(memory_mb: int | None) -> dict[str, Any]:
-    sizes = memory_sizes(memory_mb)
-    own = f"uid={SANDBOX_UID},gid={SANDBOX_UID}"
-    return {
-        "ShmSize": sizes["/dev/shm"] << 20,
-        "Tmpfs": {
-            "/tmp": f"rw,exec,nosuid,nodev,size={sizes['/tmp']}m,nr_inodes=65536,mode=1777",
-            # The host's devices and cgroups are not for agents.
-            "/sys": "rw,noexec,nosuid,nodev,size=64k,nr_inodes=16,mode=0555",
-            "/sys/fs/cgroup": "rw,noexec,nosuid,nodev,size=64k,nr_inodes=16,mode=0555",
-            HOME: f"rw,exec,nosuid,nodev,size={sizes[HOME]}m,nr_inodes=65536,mode=0755,{own}",
-        },
-    }
 
 
 def _bind(source: str, target: str, *, read_only: bool = False) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch
 from carrel.providers.bundle import SupervisorBundle
 from carrel.providers.control_directory import ControlDirectory, WaitingSupervisor, facts_of, waiting_supervisor
 from carrel.providers.docker import containers, late_parts, roots
-from carrel.providers.docker.engine import Engine, EngineRefusal, probe
+from carrel.providers.docker.engine import Engine, EngineRefusal, changes_limits, probe
 from carrel.providers.docker.masking import Masking
 from carrel.providers.zygote_provider import number
 from carrel.threads import run_to_end
@@ -89,6 +89,7 @@ class DockerProvider(Provider):
         self._bundling = asyncio.Lock()
         self._egress: dict[str, socket.socket] = {}
         self._masking = Masking()
+        self._late_limits: bool | None = None
         self._starting: set[str] = set()
         self._slots: dict[str, _Slot] = {}
         self._probed: tuple[float, str | None, dict[str, Any]] = (-PROBED_FOR_S, None, {})
@@ -136,7 +137,16 @@ class DockerProvider(Provider):
     def slot_for(self, launch: Launch) -> Launch | None:
         """See `Provider.slot_for`: a container has the root of its image from the start, and gets all else late."""
         possible = launch.folder is None and (launch.image is None or not launch.image.writable)
-        return _root_of(launch) if possible else None
+        return _root_of(launch) if possible and self._changes_limits() else None
+
+    def _changes_limits(self) -> bool:
+        """Whether the daemon can change the limits of a container, which a slot needs."""
+        if self._late_limits is None:
+            try:
+                self._late_limits = changes_limits(self._engine.path)
+            except (OSError, ValueError):
+                return False  # it does not answer now, but may later
+        return self._late_limits
 
     async def start_slot(self, launch: Launch) -> Handle:
         self._refuse(launch)

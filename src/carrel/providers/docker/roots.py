@@ -24,7 +24,8 @@ from carrel.primitives.trees import remove_tree
 from carrel.providers.base import RootImage
 from carrel.providers.docker.engine import Engine, EngineRefusal
 
-REPOSITORY = "carrel-root"
+REPOSITORY = "localhost/carrel-root"
+"""With a host, so that no daemon looks for it in a registry."""
 FORMAT = 2
 """Changes when the same root would be imported in another way."""
 DIRECTORY = "carrel.directory"
@@ -37,9 +38,8 @@ _PLACES = tuple(
     for path in ("/dev", "/proc", "/run", inside.SECRETS, "/sys", "/tmp", "/home", inside.HOME, inside.WORKSPACE)
 )
 """Directories that every root has for mounts. Those of an image are left out: they could be links or files, which would
-lead a mount elsewhere. A memory file system also gets the mode of the directory that it is mounted on.
+lead a mount elsewhere.
 """
-_EVERYBODYS = "tmp"
 
 
 class DockerRoots:
@@ -132,12 +132,7 @@ def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     entry.mtime = 0
-    entry.mode = _mode(entry.name, entry.mode)
     return entry
-
-
-def _mode(name: str, mode: int) -> int:
-    return 0o1777 if name == _EVERYBODYS else mode
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -182,7 +177,7 @@ def _write_tree(directory: str, descriptor: int) -> None:
         present = set()
         for name in _PLACES:
             entry = tarfile.TarInfo(name)
-            entry.type, entry.mode = tarfile.DIRTYPE, _mode(name, 0o755)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
             archive.addfile(entry)
         for path in _walk(directory):
             name, kind = os.path.relpath(path, directory), os.lstat(path).st_mode
