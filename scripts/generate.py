@@ -30,6 +30,7 @@ def wanted() -> dict[Path, Callable[[], str]]:
     files[reference / "metrics.md"] = generate_reference.metrics_page
     files[reference / "scopes.md"] = generate_reference.scopes_page
     files[reference / "operations.md"] = generate_reference.operations_page
+    files[reference / "trust.md"] = generate_reference.trust_page
     files[reference / "providers.md"] = generate_reference.providers_page
     files[reference / "policy.md"] = generate_policy.page
     for name in ("settings", "sources"):

@@ -1,5 +1,5 @@
 """Generates reference pages from the declarations: errors, the command line, settings, metrics, scopes, operations,
-providers.
+trust, providers.
 """
 
 from __future__ import annotations
@@ -136,6 +136,42 @@ def operations_page() -> str:
         "An operation has a supervisor route here if it is exactly one request to the supervisor. Others may make\n"
         "several; [the supervisor's routes](supervisor.md) are all listed on their own page. What a scope includes is\n"
         "on the page of [scopes](scopes.md).\n\n" + "\n".join(rows) + "\n"
+    )
+
+
+def trust_page() -> str:
+    """Return the page of trust: least isolation, default network, and why."""
+    from carrel.providers.built_in import LEVELS
+    from carrel.providers.trust import RULES
+
+    rows = ["| trust | for | least isolation | network of a request that names none | why |", f"|{' --- |' * 5}"]
+    for trust, rule in RULES.items():
+        network = "the setting `sandbox.network`" if rule.network is None else f"`{rule.network}`"
+        level = f"{rule.least_level}: {LEVELS[rule.least_level]}"
+        rows.append(f"| `{trust}` | {rule.meant_for} | {level} | {network} | {_cell(rule.why)} |")
+    return (
+        f"{HEAD}# Trust\n\n"
+        "A request names how much its code is trusted; if it names nothing, that is `medium`.\n\n"
+        + "\n".join(rows)
+        + "\n\n## The network of a sandbox\n\n"
+        "The first of these that names a network chooses it:\n\n"
+        "1. the request;\n"
+        "2. the template;\n"
+        "3. the session, when it starts again and is trusted no less than before;\n"
+        "4. the operator: `sandbox.low_trust_network` for trust `low`, `sandbox.network` for the others;\n"
+        "5. the table above.\n\n"
+        "Policy then has the last word, for every trust. Where it switches the web off, the network is `none`, and a\n"
+        "request that names another is refused. Where it allows hosts, a sandbox whose request and template name no\n"
+        "network gets `allowlist` in place of `none`: it reaches those hosts and no others. The networks `internet`,\n"
+        "`bridge` and `host` need a switch of the operator besides. A provider that does not isolate has the network\n"
+        "of the host.\n\n"
+        "## The provider of a sandbox\n\n"
+        "`auto` takes the strongest available provider that meets the trust and can do what the request needs. The\n"
+        "setting `sandbox.provider` replaces `auto` where it is strong enough. A session keeps its trust. When it\n"
+        "starts again, also on another server, after a restored snapshot, or as a fork, it gets no provider that is\n"
+        "weaker than its last one, or the start is refused. To allow a weaker one, a request names the provider, or a\n"
+        "higher trust. A context whose session was ended for good, but whose files are still there, is trusted no\n"
+        "more than before, unless the request names a trust.\n"
     )
 
 

@@ -32,6 +32,7 @@ from tests.support.nesting import give
 from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
 
 from carrel.client import Sandbox
+from carrel.errors import CarrelError
 from carrel.models import CommandResult
 from carrel.primitives.trees import remove_tree
 
@@ -270,9 +271,10 @@ def _spawning(*, user: bool) -> Iterator[Spawn]:
 class Attacker:
     """Somebody who controls what runs in one sandbox, and what the test knows of the host."""
 
-    def __init__(self, setting: str, server: Server, host: Host, *, sharing: bool):
+    def __init__(self, setting: str, server: Server, host: Host, *, sharing: bool, own: bool):
         self.setting = setting
         self._sharing = sharing
+        self._own = own
         self.sealed = setting != "process"
         self.in_folder = setting.endswith("in a folder")
         self.on_image = setting.endswith("on an image")
@@ -297,7 +299,15 @@ class Attacker:
         return self._box
 
     def _kept(self) -> Sandbox | None:
-        return _IN_GVISOR.get(self.server.pid) if self.network is None else None
+        if self.network is not None or self._own:
+            return None
+        kept = _IN_GVISOR.get(self.server.pid)
+        if kept is not None:
+            try:
+                kept.commands.list()
+            except CarrelError:  # an attack has ended it
+                kept = _IN_GVISOR[self.server.pid] = self.server.client.sandbox(trust="low")
+        return kept
 
     def another(self, context_id: str | None = None, **options: Any) -> Sandbox:
         """One more sandbox of the same kind on the same server."""
@@ -410,7 +420,7 @@ def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Itera
     on_image = setting.endswith("on an image")
     own = request.config.getoption("--on-image") or request.module.__name__.endswith(NOT_SHARED)
     own = own or request.function.__name__ == "test_bound_sockets"  # other attacks leave ended connections
-    attacker = Attacker(setting, server, host, sharing=(on_image or setting == "root in Docker") and not own)
+    attacker = Attacker(setting, server, host, sharing=(on_image or setting == "root in Docker") and not own, own=own)
     if on_image:
         stock(server, request)
     try:

@@ -48,6 +48,7 @@ class ProgramBox:
 
     async def python(self, code: str, **fields: object) -> Any:
         """Run code on the interpreter of the bundle, as an agent's command."""
+        code = f"import bundle_modules; bundle_modules.install()\n{code}"
         return await self.run([*PYTHON, "-I", "-S", "-c", code], **fields)
 
     async def run(self, command: list[str] | str, **fields: object) -> Any:

@@ -34,6 +34,7 @@ BACKLOG, PROXY_BACKLOG = 128, 4096
 _CHUNK = 65536
 READY = b"ready"
 _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 24, 36, 38
+_MS_BIND, _MNT_DETACH = 4096, 2
 _CAPABILITY_HEADER = b"\x22\x05\x08\x20" + bytes(4)
 _NO_CAPABILITIES = bytes(24)
 
@@ -78,6 +79,8 @@ class ProgramFacts:
     image: Mapping[str, Any] | None = None
     watch_memory: bool = False
     """Whether the supervisor has to hold the sandbox to `memory_mb`."""
+    late: str = ""
+    """The directory below which the workspace was mounted at its usual path; empty where it is at its place already."""
     kernel_files: dict[str, str] = field(default_factory=dict)
     """Files of the sandbox's kernel that root writes, each with its text: limits that the agent cannot change."""
 
@@ -142,6 +145,8 @@ def main(arguments: list[str]) -> None:
 
 def _take_charge(facts: ProgramFacts, prepared: app.Prepared) -> None:
     """Become the agent, and accept connections."""
+    if facts.late:
+        take_workspace(facts)
     for path, text in facts.kernel_files.items():
         write(path, text)
     os.umask(0o077)
@@ -174,6 +179,13 @@ def _take_charge(facts: ProgramFacts, prepared: app.Prepared) -> None:
     )
     libc.hide_arguments()
     app.serve(details, prepared, set())
+
+
+def take_workspace(facts: ProgramFacts) -> None:
+    """Mount the workspace at its place, and unmount the directory in which it came."""
+    source, target = os.fsencode(facts.late + facts.workspace), os.fsencode(facts.workspace)
+    libc.call("mount", source, target, None, _MS_BIND, None, name=f"mounting {facts.workspace}")
+    libc.call("umount2", os.fsencode(facts.late), _MNT_DETACH, name=f"unmounting {facts.late}")
 
 
 def _listen(path: str) -> socket.socket:
