@@ -46,7 +46,10 @@ BENCHMARKS = {
         Benchmark(
             "image_start", "a sandbox from an image beside one of the host's root, to the end of its first command"
         ),
-        Benchmark("gvisor", "gVisor sandboxes beside `runsc run` and `runsc exec`: cold start, a command, memory"),
+        Benchmark(
+            "gvisor",
+            "gVisor sandboxes beside `runsc run` and `runsc exec`: cold start, start from a slot, a command, memory",
+        ),
         Benchmark("burst", "100 sandboxes at once, 500 alive"),
         Benchmark("execs", "a command in a running sandbox: socket, API, SDK"),
         Benchmark("rate", "commands per second with 8 clients"),

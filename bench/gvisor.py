@@ -1,4 +1,5 @@
-"""gVisor sandboxes beside `runsc` itself: from nothing to the end of the first command, and a command in a running one.
+"""gVisor sandboxes beside `runsc` itself: from nothing to the end of the first command, from a slot that has started
+before, and a command in a running one.
 
 Both use the same `runsc`, in turns. The peer has no supervisor, no limits and a root that is there already: `runsc run`
 and `runsc exec` of `/bin/true`.
@@ -13,11 +14,13 @@ import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from bench import ground
 from bench.measure import BenchFailed, Contender, Figures, Progress, Report, Table, median, percentile, ratio, rounds
 from bench.wire import Wire
+from carrel.providers.base import Handle, Launch
 from carrel.providers.gvisor.options import GvisorOptions
 from carrel.providers.gvisor.provider import GvisorProvider
 
@@ -30,12 +33,20 @@ async def run(progress: Progress) -> Report:
     """Measure."""
     runsc = await asyncio.to_thread(_runsc)
     async with _sandboxes(runsc) as boxes, ground.scratch() as place, _peer(place):
-        cold: dict[str, Contender] = {"runsc run": _peer_run(runsc, place), "carrel": _cold(boxes)}
+        cold: dict[str, Contender] = {
+            "runsc run": _peer_run(runsc, place),
+            "carrel": _cold(boxes),
+            "from a slot": _slot(boxes),
+        }
         starts = await rounds(cold, COLD_ROUNDS, warm_up=2, progress=progress)
         idle = [await boxes.start() for _ in range(IDLE)]
         for handle in idle:
             await ground.first_command(handle)
         memory = [await boxes.provider.memory_bytes(handle) or 0 for handle in idle]
+        slots = [await _start_slot(boxes, boxes.workspace()) for _ in range(IDLE)]
+        waiting = [await boxes.provider.memory_bytes(slot) or 0 for slot in slots]
+        for slot in slots:
+            await boxes.remove(slot)
         wire = Wire(ground.reach(idle[0]))
         try:
             running: dict[str, Contender] = {"runsc exec": _peer_exec(runsc, idle[0]), "carrel": _command(wire)}
@@ -48,9 +59,12 @@ async def run(progress: Progress) -> Report:
             values = (median(taken) * 1e3, percentile(taken, 95) * 1e3, ratio(taken, samples[peer]))
             table.add(f"{title}, {name}", *values)
     table.add("memory of an idle one, MB", median(memory) / 1e6, max(memory) / 1e6, None)
+    table.add("memory of a slot, MB", median(waiting) / 1e6, max(waiting) / 1e6, None)
     figures: Figures = {
         "gvisor_cold_ms": median(starts["carrel"]) * 1e3,
         "gvisor_cold_vs_runsc": ratio(starts["carrel"], starts["runsc run"]),
+        "gvisor_slot_ms": median(starts["from a slot"]) * 1e3,
+        "gvisor_slot_mb": median(waiting) / 1e6,
         "gvisor_exec_ms": median(commands["carrel"]) * 1e3,
         "gvisor_exec_vs_runsc_exec": ratio(commands["carrel"], commands["runsc exec"]),
         "gvisor_idle_mb": median(memory) / 1e6,
@@ -122,7 +136,7 @@ def _peer_run(runsc: str, place: Path) -> Contender:
     return turn
 
 
-def _peer_exec(runsc: str, handle: ground.Handle) -> Contender:
+def _peer_exec(runsc: str, handle: Handle) -> Contender:
     state = Path(str(handle["socket"])).parent / "state"
 
     async def turn() -> float:
@@ -140,6 +154,30 @@ def _cold(boxes: ground.Sandboxes) -> Contender:
         took = time.perf_counter() - began
         await boxes.remove(handle)
         await asyncio.sleep(0.2)  # until the process for the next one is ready
+        return took
+
+    return turn
+
+
+async def _start_slot(boxes: ground.Sandboxes, launch: Launch) -> Handle:
+    slot = boxes.provider.slot_for(launch)
+    if slot is None:
+        raise BenchFailed("this sandbox cannot have a slot")
+    return await boxes.provider.start_slot(replace(slot, id=launch.id))
+
+
+def _slot(boxes: ground.Sandboxes) -> Contender:
+    """Claim a slot, which has started before, and run the first command in it."""
+
+    async def turn() -> float:
+        launch = boxes.workspace()
+        slot = await _start_slot(boxes, launch)
+        await asyncio.sleep(0.2)
+        began = time.perf_counter()
+        handle = await boxes.provider.claim(slot, launch)
+        await ground.first_command(handle)
+        took = time.perf_counter() - began
+        await boxes.remove(handle)
         return took
 
     return turn

@@ -15,6 +15,7 @@ import generate_reference
 import generate_sync
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # the declarations of known gaps are in tests/
 
 
 def wanted() -> dict[Path, Callable[[], str]]:
@@ -29,6 +30,8 @@ def wanted() -> dict[Path, Callable[[], str]]:
     files[reference / "metrics.md"] = generate_reference.metrics_page
     files[reference / "scopes.md"] = generate_reference.scopes_page
     files[reference / "operations.md"] = generate_reference.operations_page
+    files[reference / "trust.md"] = generate_reference.trust_page
+    files[reference / "providers.md"] = generate_reference.providers_page
     files[reference / "policy.md"] = generate_policy.page
     for name in ("settings", "sources"):
         files[reference / f"{name}.schema.json"] = lambda name=name: generate_policy.schema(name)  # type: ignore[misc]

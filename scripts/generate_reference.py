@@ -1,12 +1,12 @@
-"""Generates reference pages from the declarations: errors, the command line, settings, metrics, scopes,
-operations.
+"""Generates reference pages from the declarations: errors, the command line, settings, metrics, scopes, operations,
+trust, providers.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -137,6 +137,98 @@ def operations_page() -> str:
         "several; [the supervisor's routes](supervisor.md) are all listed on their own page. What a scope includes is\n"
         "on the page of [scopes](scopes.md).\n\n" + "\n".join(rows) + "\n"
     )
+
+
+def trust_page() -> str:
+    """Return the page of trust: least isolation, default network, and why."""
+    from carrel.providers.built_in import LEVELS
+    from carrel.providers.trust import RULES
+
+    rows = ["| trust | for | least isolation | network of a request that names none | why |", f"|{' --- |' * 5}"]
+    for trust, rule in RULES.items():
+        network = "the setting `sandbox.network`" if rule.network is None else f"`{rule.network}`"
+        level = f"{rule.least_level}: {LEVELS[rule.least_level]}"
+        rows.append(f"| `{trust}` | {rule.meant_for} | {level} | {network} | {_cell(rule.why)} |")
+    return (
+        f"{HEAD}# Trust\n\n"
+        "A request names how much its code is trusted; if it names nothing, that is `medium`.\n\n"
+        + "\n".join(rows)
+        + "\n\n## The network of a sandbox\n\n"
+        "The first of these that names a network chooses it:\n\n"
+        "1. the request;\n"
+        "2. the template;\n"
+        "3. the session, when it starts again and is trusted no less than before;\n"
+        "4. the operator: `sandbox.low_trust_network` for trust `low`, `sandbox.network` for the others;\n"
+        "5. the table above.\n\n"
+        "Policy then has the last word, for every trust. Where it switches the web off, the network is `none`, and a\n"
+        "request that names another is refused. Where it allows hosts, a sandbox whose request and template name no\n"
+        "network gets `allowlist` in place of `none`: it reaches those hosts and no others. The networks `internet`,\n"
+        "`bridge` and `host` need a switch of the operator besides. A provider that does not isolate has the network\n"
+        "of the host.\n\n"
+        "## The provider of a sandbox\n\n"
+        "`auto` takes the strongest available provider that meets the trust and can do what the request needs. The\n"
+        "setting `sandbox.provider` replaces `auto` where it is strong enough. A session keeps its trust. When it\n"
+        "starts again, also on another server, after a restored snapshot, or as a fork, it gets no provider that is\n"
+        "weaker than its last one, or the start is refused. To allow a weaker one, a request names the provider, or a\n"
+        "higher trust. A context whose session was ended for good, but whose files are still there, is trusted no\n"
+        "more than before, unless the request names a trust.\n"
+    )
+
+
+def providers_page() -> str:
+    """Return the page of providers: capabilities, and known gaps in both suites with the reasons."""
+    from tests.support.known_gaps import ATTACKED, NEVER, NOT_JUDGED, SOMETIMES
+
+    from carrel.providers.base import Capability
+    from carrel.providers.built_in import BUILT_IN, LEVELS
+
+    names = sorted(BUILT_IN, key=lambda name: -BUILT_IN[name].level)
+    parts = [
+        HEAD,
+        "# Providers\n\n"
+        "How sandboxes are made, strongest first. Two suites hold providers to their promises. The conformance suite\n"
+        "(`carrel.testing`) checks every capability that a provider promises, and that it refuses the others. The\n"
+        "security suite (`tests/security`) attacks real servers. Known gaps are declared, with reasons, in\n"
+        "`tests/support/known_gaps.py`. The tests fail for a missing capability that is not declared there, for a\n"
+        "declared one that is promised, and for an attack that succeeds and is not declared.\n"
+        "`carrel doctor` shows what this host has.\n\n"
+        "| provider | level | conformance: never promised | promised on some hosts | security: attacks that are made |"
+        " attacks not judged |\n"
+        f"|{' --- |' * 6}\n",
+    ]
+    for name in names:
+        level = BUILT_IN[name].level
+        unharmful = "those that do no harm: they must succeed"
+        made = _code(ATTACKED[name]) if name in ATTACKED else "all" if level else unharmful
+        unjudged = len(NOT_JUDGED.get(name, {}))
+        listed = f"[{unjudged}, listed below](#{name}-attacks-that-are-not-judged)" if unjudged else "none"
+        parts.append(
+            f"| `{name}` | {level}: {LEVELS[level]} | {_code(NEVER[name])} | {_code(SOMETIMES[name])} | {made} |"
+            f" {listed} |\n"
+        )
+    parts.append("\nAttacks of further modules are made in gVisor with `pytest tests/security --on-gvisor`.\n")
+    parts.append("\n## Capabilities\n\n| capability |" + "".join(f" `{name}` |" for name in names))
+    parts.append(f"\n|{' --- |' * (len(names) + 1)}\n")
+    for capability in Capability:
+        cells = (
+            "no" if capability in NEVER[n] else "some hosts" if capability in SOMETIMES[n] else "yes" for n in names
+        )
+        parts.append(f"| `{capability}` | {' | '.join(cells)} |\n")
+    for name in names:
+        for title, gaps in (
+            ("capabilities that are never promised", NEVER[name]),
+            ("capabilities that are promised on some hosts", SOMETIMES[name]),
+            ("attacks that are not judged", NOT_JUDGED.get(name, {})),
+        ):
+            if gaps:
+                what = "attack" if gaps is NOT_JUDGED.get(name) else "capability"
+                parts.append(f"\n## `{name}`: {title}\n\n| {what} | reason |\n| --- | --- |\n")
+                parts += [f"| `{each}` | {_cell(reason)} |\n" for each, reason in sorted(gaps.items())]
+    return "".join(parts)
+
+
+def _code(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names)) or "none"
 
 
 def _decided(decides: Decides) -> str:

@@ -120,6 +120,7 @@ def houses() -> Iterator[dict[str, House]]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--on-image", action="store_true", help="make every check and attack in sandboxes from an image")
+    parser.addoption("--on-example", action="store_true", help="make every check on the provider in examples/")
     parser.addoption("--on-gvisor", action="store_true", help="make every check and attack in gVisor sandboxes")
 
 

@@ -22,6 +22,8 @@ PREFIX = "CARREL_"
 CONFIG_ENV = "CARREL_CONFIG"
 CLIENT_ENV = frozenset({"CARREL_URL", "CARREL_TOKEN", CONFIG_ENV})
 """Variables with this prefix that are not settings: those of the client and of this module."""
+PROVIDER_ENV = "CARREL_PROVIDER_"
+"""Variables with this prefix belong to third-party providers, which check them."""
 
 DATABASES = ("postgresql", "postgres", "sqlite")
 """The schemes of database URLs."""
@@ -54,7 +56,13 @@ class SandboxSettings(_Group):
         description="where sandboxes run; `auto` is the strongest available",
     )
     network: Network = Field(
-        default=Network.NONE, description="network access of a sandbox, unless requested otherwise"
+        default=Network.NONE,
+        description="network access of a sandbox of trust `high` or `medium`, unless requested otherwise",
+    )
+    low_trust_network: Network | None = Field(
+        default=None,
+        description="network access of a sandbox of trust `low`, unless requested otherwise; by default none, whatever "
+        "`sandbox.network` says",
     )
     cpu_limit: Cpus = Field(default=2.0, description="CPU cores of a sandbox")
     memory_mb: MemoryMb = Field(default=2048, description="memory of a sandbox")
@@ -90,6 +98,12 @@ class SandboxSettings(_Group):
     allow_process: bool = Field(
         default=False, description="let callers choose the `process` provider, which does not isolate"
     )
+    third_party: str = Field(
+        default="",
+        description="names of third-party providers, separated by `,`, whose own statement about their isolation you "
+        "believe. `auto` may choose these; any other third-party provider counts as no isolation, and only a request "
+        "of trust `high` that names it gets it",
+    )
     folder_roots: str = Field(
         default="",
         description="directories of this host, separated by `:`, below which callers may choose a folder as their "
@@ -109,6 +123,11 @@ class SandboxSettings(_Group):
             if not root.startswith("/") or "\0" in root:
                 raise ValueError(f"{root[:200]!r} is not an absolute path")
         return value
+
+    @property
+    def third_party_names(self) -> tuple[str, ...]:
+        """The third-party providers that the operator lists."""
+        return tuple(name.strip() for name in self.third_party.split(",") if name.strip())
 
     @property
     def folder_root_paths(self) -> tuple[str, ...]:
@@ -638,7 +657,7 @@ def load(
     for key, text in environ.items():
         if key in by_env:
             values[by_env[key]] = text
-        elif key.startswith(PREFIX) and key not in CLIENT_ENV:
+        elif key.startswith(PREFIX) and key not in CLIENT_ENV and not key.startswith(PROVIDER_ENV):
             raise _unknown(key, [*by_env, *CLIENT_ENV], "the environment")
     for key, value in (flags or {}).items():
         if key not in names:

@@ -219,6 +219,7 @@ def needs_server(settings: Settings) -> bool:
     return (
         bool(policy or sandbox.template or sandbox.image)
         or sandbox.network != "none"
+        or sandbox.low_trust_network not in {None, "none"}
         or sandbox.provider not in _PROVIDERS
     )
 

@@ -250,11 +250,13 @@ def local_host_report() -> HostReport:
         open_providers(
             "/",
             "/",
-            allow_process=False,
+            allow_process=settings.sandbox.allow_process,
             docker=settings.docker.socket,
             gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
             bundles="/",
-        )
+            third_party=settings.sandbox.third_party_names,
+        ),
+        settings.sandbox.third_party_names,
     )
     checks = [*report.checks, disk_quota(), retention(settings.workspace_ttl_days)]
     return report.model_copy(update={"checks": checks})

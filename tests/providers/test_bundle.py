@@ -19,6 +19,7 @@ from tests.support.bundles import MOUNTS, program
 from carrel.models import Network
 from carrel.providers import bundle
 from carrel.providers.base import RootImage
+from carrel.providers.bundle_parts import ARCHIVE
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a program in another root directory")
 LARGEST = 24 << 20
@@ -38,7 +39,9 @@ def test_bundle_is_small_read_only_and_names_no_path_of_this_host(made):
                 assert not path.stat().st_mode & 0o222, path
                 assert path.stat().st_mode & 0o444 == 0o444, path
     here = str(Path(bundle.__file__).parent.parent).encode()
-    assert not [path for path in Path(made.path).rglob("*.pyc") if here in path.read_bytes()]
+    written = [path for path in Path(made.path).rglob("*") if path.suffix == ".pyc" or path.name == ARCHIVE]
+    assert len(written) > 3
+    assert not [path for path in written if here in path.read_bytes()]
 
 
 def test_two_servers_make_the_same_bundle_once(made, tmp_path):
@@ -104,7 +107,7 @@ def attempt(name, call):
     except OSError as error: print(name, 'refused', error.errno)
 private = '/run/carrel/private'
 attempt('list', lambda: os.listdir('/run/carrel'))
-attempt('facts', lambda: open(private + '/facts.json').read())
+attempt('report', lambda: socket.socket(socket.AF_UNIX).connect(private + '/report'))
 attempt('socket', lambda: socket.socket(socket.AF_UNIX).connect(private + '/socket'))
 attempt('rename', lambda: os.rename('/run/carrel/private', '/run/carrel/other'))
 attempt('put', lambda: open('/run/carrel/egress', 'w'))
@@ -123,6 +126,18 @@ print(open('/run/secrets/TOKEN').read())
         assert len(said) == 12
         assert not [line for line in said if "DONE" in line]
         assert (await box.connection.request_json("GET", "/health"))["status"] == "ok"
+
+
+@needs_root
+async def test_modules_that_are_imported_later_come_from_the_bundle(made, tmp_path):
+    async with program(made, tmp_path / "root", tmp_path) as box:
+        code = "import sys\nsys.meta_path[0].close()\nimport socket, json, _json; print(json.__file__, _json.__file__)"
+        told = await box.python(code)
+        assert told["stderr"] == ""
+        pure, shared = told["stdout"].split()
+        assert pure.endswith("/json/__init__.pyc")
+        assert os.path.isfile(pure.replace(bundle.BUNDLE, made.path, 1)) is False
+        assert os.path.isfile(shared.replace(bundle.BUNDLE, made.path, 1))
 
 
 @needs_root

@@ -9,6 +9,7 @@ import pytest
 from carrel.errors import CarrelError, InvalidRequest, ProviderUnavailable, Unsupported
 from carrel.models import Trust
 from carrel.providers import Capability, Handle, Launch, Provider, choose, open_providers
+from carrel.providers.choosing import believed_level
 from carrel.providers.gvisor.options import GvisorOptions
 
 
@@ -119,12 +120,30 @@ def test_nothing_weaker_than_the_trust_allows_is_ever_chosen() -> None:
             for trust in Trust:
                 usable = [p.isolation_level for p in some if p.missing() is None and p.isolation_level >= least[trust]]
                 try:
-                    got = choose(host(*some), "auto", trust)
+                    got = choose(host(*some), "auto", trust, listed=[each.name for each in some])
                 except ProviderUnavailable:
                     assert usable == []
                 else:
                     assert got.isolation_level == max(usable)
                     assert got.missing() is None
+
+
+def test_a_third_party_provider_counts_as_no_isolation_until_the_operator_lists_it() -> None:
+    foreign, listed = Known("jail", 3), {"jail"}
+    both = host(NAMESPACE, foreign)
+    assert (believed_level(foreign, ()), believed_level(foreign, listed)) == (0, 3)
+    assert choose(both, "auto", Trust.MEDIUM).name == "namespace"
+    assert choose(both, "auto", Trust.LOW, listed=listed).name == "jail"
+    assert choose(both, "jail", Trust.HIGH).name == "jail"
+    for trust in (Trust.MEDIUM, Trust.LOW):
+        with pytest.raises(Unsupported, match="carrel does not check the isolation") as caught:
+            choose(both, "jail", trust)
+        assert "CARREL_SANDBOX_THIRD_PARTY" in (caught.value.hint or "")
+        assert choose(both, "jail", trust, listed=listed).name == "jail"
+    with pytest.raises(ProviderUnavailable, match="jail is a third-party provider that the operator does not list"):
+        choose(host(foreign), "auto", Trust.HIGH)
+    with pytest.raises(ProviderUnavailable, match="something is not there"):
+        choose(host(Known("jail", 0, there=False)), "jail", Trust.MEDIUM)
 
 
 def test_the_process_provider_is_there_only_when_allowed() -> None:

@@ -26,11 +26,13 @@ from tests.support import images
 from tests.support.attacks import answer, words
 from tests.support.dockerd import DockerDaemon
 from tests.support.gvisor import find_runsc
+from tests.support.known_gaps import ATTACKED, NOT_JUDGED
 from tests.support.masks_ground import Hold, holding
 from tests.support.nesting import give
 from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
 
 from carrel.client import Sandbox
+from carrel.errors import CarrelError
 from carrel.models import CommandResult
 from carrel.primitives.trees import remove_tree
 
@@ -51,48 +53,10 @@ they share one sandbox, as far as they need none of their own.
 NOT_SHARED = ("test_termination",)
 MASKS_ON_IMAGE = ("test_masks", "test_readonly")
 """Modules whose masked sandboxes are also made from an image, as root."""
-ON_DOCKER = dict.fromkeys(("test_privileges", "test_mounts", "test_network", "test_processes"), "root in Docker")
-"""Modules whose attacks are also made from a container of Docker."""
-GAPS_OF_DOCKER = {
-    "test_mount_propagation": "mounts that the daemon makes in its own directories would appear in the root",
-    "test_mounts_are_confined": "mounts lack nosuid and nodev: no_new_privs and the device cgroup hold instead",
-    "test_devices_in_sight": "there is a /dev/mqueue, of the container's own",
-    "test_sys": "there is an empty directory /sys/fs",
-    "test_control_socket_in_sight": "the name of the supervisor's socket is visible; nobody inside may connect to it",
-}
-"""Attacks that bring evidence in Docker, and why that is no breach. `SECURITY.md` names them."""
-ON_GVISOR = {"test_host_files": "gvisor", "test_secrets": "gvisor"}
-"""Modules whose attacks are also made from a gVisor sandbox, which most of them share; with `--on-gvisor` those of all
-are.
+PROVIDER = {"root in Docker": "docker", "gvisor": "gvisor"}
+"""The provider of each setting that has another one than `namespace`. `ATTACKED` lists the modules whose attacks are made
+there; with `--on-gvisor` those of all are made in gVisor.
 """
-_OWN_KERNEL = "what it reaches belongs to gVisor's kernel, which only this sandbox has"
-_NOT_SHOWN = "gVisor does not show these options of mounts; it enforces them"
-NOT_ON_GVISOR = {
-    "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
-    "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",
-    "test_descriptors_of_runners": "the numbers of descriptors are shown; none can be opened",
-    "test_devices_in_sight": _OWN_KERNEL,
-    "test_filter_can_be_lifted": "there is no filter inside; gVisor's kernel has one of its own on the host",
-    "test_kernel_log": _OWN_KERNEL,
-    "test_keyrings": _OWN_KERNEL,
-    "test_mounts_are_confined": _NOT_SHOWN,
-    "test_netlink_families": _OWN_KERNEL,
-    "test_new_namespaces": _OWN_KERNEL,
-    "test_new_namespaces_by_clone": _OWN_KERNEL,
-    "test_new_privileges": "there is no filter inside; gVisor's kernel has one of its own on the host",
-    "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
-    "test_priority": _OWN_KERNEL,
-    "test_raise_limits": "processes are limited by a cgroup of gVisor's kernel, not by this limit",
-    "test_release_agent": _OWN_KERNEL,
-    "test_run_from_there": _NOT_SHOWN,
-    "test_same_user_on_the_host": "agents have no process of their own on the host",
-    "test_signals_to_pid_1": "an agent can end its own sandbox: gVisor delivers signals to PID 1",
-    "test_sys": _OWN_KERNEL,
-    "test_tunnel_device": _OWN_KERNEL,
-    "test_unshare_program": _OWN_KERNEL,
-    "test_without_isolation_there_is_no_place": "it is about the process provider",
-}
-"""Attacks that are not judged in gVisor, each with the reason."""
 IMAGE = "attacked:1"
 
 # things of the host
@@ -307,9 +271,10 @@ def _spawning(*, user: bool) -> Iterator[Spawn]:
 class Attacker:
     """Somebody who controls what runs in one sandbox, and what the test knows of the host."""
 
-    def __init__(self, setting: str, server: Server, host: Host, *, sharing: bool):
+    def __init__(self, setting: str, server: Server, host: Host, *, sharing: bool, own: bool):
         self.setting = setting
         self._sharing = sharing
+        self._own = own
         self.sealed = setting != "process"
         self.in_folder = setting.endswith("in a folder")
         self.on_image = setting.endswith("on an image")
@@ -334,7 +299,15 @@ class Attacker:
         return self._box
 
     def _kept(self) -> Sandbox | None:
-        return _IN_GVISOR.get(self.server.pid) if self.network is None else None
+        if self.network is not None or self._own:
+            return None
+        kept = _IN_GVISOR.get(self.server.pid)
+        if kept is not None:
+            try:
+                kept.commands.list()
+            except CarrelError:  # an attack has ended it
+                kept = _IN_GVISOR[self.server.pid] = self.server.client.sandbox(trust="low")
+        return kept
 
     def another(self, context_id: str | None = None, **options: Any) -> Sandbox:
         """One more sandbox of the same kind on the same server."""
@@ -447,7 +420,7 @@ def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Itera
     on_image = setting.endswith("on an image")
     own = request.config.getoption("--on-image") or request.module.__name__.endswith(NOT_SHARED)
     own = own or request.function.__name__ == "test_bound_sockets"  # other attacks leave ended connections
-    attacker = Attacker(setting, server, host, sharing=(on_image or setting == "root in Docker") and not own)
+    attacker = Attacker(setting, server, host, sharing=(on_image or setting == "root in Docker") and not own, own=own)
     if on_image:
         stock(server, request)
     try:
@@ -460,17 +433,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The settings of attacks: those of a few modules are also made in a folder of the host."""
     more = [
         setting
-        for table in (IN_FOLDERS, ON_IMAGE, ON_DOCKER, ON_GVISOR)
+        for table in (IN_FOLDERS, ON_IMAGE)
         for name, setting in table.items()
         if metafunc.module.__name__.endswith(name)
-        and not (setting == "root in Docker" and metafunc.function.__name__ in GAPS_OF_DOCKER)
     ]
+    more += [where for where, name in PROVIDER.items() if metafunc.module.__name__.endswith(ATTACKED[name])]
     if metafunc.config.getoption("--on-image"):
         more = ["root on an image", "user on an image"]
     if metafunc.config.getoption("--on-gvisor"):
         more = ["gvisor"]
-    if metafunc.function.__name__ in NOT_ON_GVISOR:
-        more = [setting for setting in more if setting != "gvisor"]
+    attack = metafunc.function.__name__
+    more = [where for where in more if attack not in NOT_JUDGED[PROVIDER.get(where, "namespace")]]
     if "hold" in metafunc.fixturenames:
         kinds = ["root on an image", "user on an image"]
         if not metafunc.config.getoption("--on-image"):

@@ -8,7 +8,7 @@ import secrets
 import signal
 import subprocess
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from carrel.control.supervisor.connection import SupervisorConnection
 from carrel.models import Network
 from carrel.providers import bundle
 from carrel.providers.base import Launch
-from carrel.providers.control_directory import FACTS, ControlDirectory, facts_of, report_of
+from carrel.providers.control_directory import REPORT, ControlDirectory, facts_of, waiting_supervisor
 
 PYTHON = bundle.command("")[: bundle.command("").index("-I")]
 """The words that start the interpreter of the bundle inside a sandbox."""
@@ -48,6 +48,7 @@ class ProgramBox:
 
     async def python(self, code: str, **fields: object) -> Any:
         """Run code on the interpreter of the bundle, as an agent's command."""
+        code = f"import bundle_modules; bundle_modules.install()\n{code}"
         return await self.run([*PYTHON, "-I", "-S", "-c", code], **fields)
 
     async def run(self, command: list[str] | str, **fields: object) -> Any:
@@ -66,12 +67,13 @@ async def program(made: bundle.SupervisorBundle, root: Path, place: Path, **term
     os.chown(workspace, 1000, 1000)
     launch = Launch(id="program", workspace=str(workspace), **{"network": Network.NONE, **terms})
     control = ControlDirectory(str(place / f"c-{secrets.token_hex(4)}"))
-    control.create(facts_of(launch, uid=1000, gid=1000, secrets=True))
-    words = [made.path, control.path, str(workspace), str(root), *bundle.command(FACTS)]
-    with control.await_report() as report:
+    control.create()
+    words = [made.path, control.path, str(workspace), str(root), *bundle.command(REPORT)]
+    with control.listen_for_supervisor() as listener:
         process = subprocess.Popen(["unshare", "-mpnif", "sh", "-c", _ENTER, "enter", *words])
         try:
-            await report_of(report, _end(process))
+            with closing(await waiting_supervisor(listener, _end(process))) as supervisor:
+                await supervisor.begin(facts_of(launch, uid=1000, gid=1000, secrets=True))
             box = ProgramBox(control, *_children(process))
             try:
                 yield box

@@ -25,7 +25,7 @@ SESSION = SessionRecord(
 class Promising(Provider):
     """Has capabilities, and is never asked for more."""
 
-    name, isolation_level = "promising", 1
+    name, isolation_level = "namespace", 1
 
     def __init__(self, *promised: Capability):
         self._promised = frozenset(promised)

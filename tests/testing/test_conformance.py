@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.support.gvisor import usable
 from tests.support.images import image
+from tests.support.known_gaps import NEVER, NOT_JUDGED, SOMETIMES
 
 from carrel.providers.base import Capability, Handle, Launch, Provider
+from carrel.providers.built_in import BUILT_IN
+from carrel.providers.choosing import open_providers
 from carrel.providers.docker import DockerProvider
 from carrel.providers.gvisor.options import GvisorOptions
-from carrel.providers.gvisor.provider import GvisorProvider
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 from carrel.testing import CHECKS, Harness, run, run_check, workspaces_in
@@ -114,47 +118,39 @@ async def test_promise(check, harness):
     assert outcome.kept, f"{check.promise}\n{outcome.failure}"
 
 
-def test_known_gaps_of_each_provider(directories, docker):
-    gaps_of_this_host = {Capability.LIMIT_CPUS}  # without such a cgroup
-    gaps = {
-        name: sorted({gap for check in CHECKS for gap in check.gaps(kind(*directories))})
-        for name, kind in PROVIDERS.items()
+def test_known_gaps_of_each_provider(request, directories, shelf):
+    run_dir, workspaces = directories
+    opened = open_providers(
+        run_dir,
+        workspaces,
+        allow_process=True,
+        shared={"/envs": shelf.path},
+        folder_roots=(workspaces,),
+        images=run_dir,
+        docker=request.getfixturevalue("docker").socket,
+        gvisor=GvisorOptions(),
+        bundles=run_dir,
+    )
+    for name, provider in opened.items():
+        gaps = {gap for check in CHECKS for gap in check.gaps(provider)}
+        closed = set(NEVER[name]) - gaps
+        assert not closed, f"{name} has closed these gaps; delete them in tests/support/known_gaps.py"
+        assert gaps <= {*NEVER[name], *SOMETIMES[name]}, f"{name} has gaps that nobody declared"
+    assert opened.keys() == BUILT_IN.keys() == NEVER.keys() == SOMETIMES.keys()
+    assert {name: provider.isolation_level for name, provider in opened.items()} == {
+        each.name: each.level for each in BUILT_IN.values()
     }
-    assert not set(gaps["namespace"]) - {
-        Capability.ENVIRONMENTS,  # where the server shares none
-        Capability.FOLDERS,  # where the operator lists no roots
-        Capability.IMAGES,  # where the provider has no directory for them
-        Capability.IMAGE_BUILDS,
-        Capability.LIMIT_CPUS,
-        Capability.NETWORK_ALLOWLIST,
-        Capability.NETWORK_BRIDGE,
-        Capability.NETWORK_HOST,
+
+
+def test_every_attack_that_is_not_judged_exists():
+    attacks = {
+        function.name
+        for path in (Path(__file__).parent.parent / "security").rglob("test_*.py")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
     }
-    docker = DockerProvider(*directories, socket_path=docker.socket)
-    assert {gap for check in CHECKS for gap in check.gaps(docker)} == {
-        Capability.ENVIRONMENTS,  # where the server shares none
-        Capability.IMAGES,  # where the provider has no directory for them
-        Capability.FOLDERS,
-        Capability.MASKS,
-        Capability.IMAGE_BUILDS,
-        Capability.NETWORK_BRIDGE,
-        Capability.NETWORK_HOST,
-    }
-    gvisor = GvisorProvider(directories[0], options=GvisorOptions(), bundles="")
-    assert {gap for check in CHECKS for gap in check.gaps(gvisor)} - gaps_of_this_host == {
-        Capability.ENVIRONMENTS,  # where the server shares none
-        Capability.IMAGES,  # where the provider has no directory for them
-        Capability.FOLDERS,
-        Capability.IMAGE_BUILDS,
-        Capability.NETWORK_BRIDGE,
-        Capability.NETWORK_HOST,
-    }
-    assert set(gaps["process"]) >= {
-        Capability.FILE_ISOLATION,
-        Capability.PROCESS_ISOLATION,
-        Capability.LIMIT_MEMORY,
-        Capability.NETWORK_NONE,
-    }
+    for name, known in NOT_JUDGED.items():
+        assert not set(known) - attacks, f"these attacks of {name} do not exist"
 
 
 def test_every_capability_has_a_check():

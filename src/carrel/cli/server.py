@@ -15,7 +15,7 @@ from carrel.primitives.imports import importing
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from carrel.models import HostReport
+    from carrel.models import HostReport, LevelStatus
 
 _COLOURS = {"ok": "green", "degraded": "yellow", "missing": "red"}
 
@@ -65,7 +65,8 @@ def doctor(
 ) -> None:
     """Check which isolation this host offers, what is missing and how to get it. Needs no server.
 
-    Exits with 1 when no isolating provider is available.
+    Shows the features of the kernel, every isolation level with its providers, and every provider, also those that are
+    switched off. Exits with 1 when no isolating provider is available.
 
     \b
     carrel doctor
@@ -82,7 +83,7 @@ def doctor(
         print_json(report)
     else:
         _show(report)
-    isolating = any(provider.available and not provider.unsafe for provider in report.providers)
+    isolating = any(provider.available and provider.isolation_level > 0 for provider in report.providers)
     raise typer.Exit(0 if isolating else 1)
 
 
@@ -96,12 +97,28 @@ def _show(report: HostReport) -> None:
     print_table(["PRIMITIVE", "STATUS", "FOUND", "WHY IT MATTERS"], rows, wrap=True)
     print()
     rows = []
+    for level in report.levels:
+        trust = f"trust {', '.join(level.enough_for)}"
+        rows.append([f"{level.level}: {level.meaning}", _state(level.available), trust, _serves(level)])
+    print_table(["ISOLATION", "STATUS", "ENOUGH FOR", "PROVIDERS, OR WHAT IS MISSING"], rows, wrap=True)
+    print()
+    rows = []
     for provider in sorted(report.providers, key=lambda each: -each.isolation_level):
-        state = coloured("available", "green") if provider.available else coloured("not available", "red")
         name = coloured(f"{provider.name} UNSAFE", "bold red") if provider.unsafe else provider.name
-        details = provider.reason or ", ".join(provider.capabilities)
-        rows.append([name, str(provider.isolation_level), state, details])
+        enforced = ", ".join(provider.capabilities) if provider.available else None
+        origin = None if provider.package is None else f"third-party: {provider.package or 'not installed'}"
+        details = "; ".join(filter(None, (origin, provider.reason, enforced)))
+        rows.append([name, str(provider.isolation_level), _state(provider.available), details])
     print_table(["PROVIDER", "ISOLATION", "STATUS", "CAN ENFORCE, OR LACKS"], rows, wrap=True)
+
+
+def _state(available: bool) -> Text:
+    return coloured("available", "green") if available else coloured("not available", "red")
+
+
+def _serves(level: LevelStatus) -> str:
+    """Return the providers of a level; where there is none, what is missing."""
+    return ", ".join(level.providers) if level.available else "; ".join(level.missing)
 
 
 def bundle(

@@ -75,6 +75,7 @@ class HostParts:
                     docker=settings.docker.socket,
                     bundles=bundles_of(layout.data_dir),
                     gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
+                    third_party=settings.sandbox.third_party_names,
                 )
             return cls(layout, driver, storage, images, providers, settings.images.registry)
         except BaseException:

@@ -229,7 +229,7 @@ class ControlPlane:
             templates=templates,
             owner=WorkspaceOwner(),
             limits=PolicyLimits(policies),
-            network=NetworkMode(policies, settings.egress, default=settings.sandbox.network),
+            network=NetworkMode(policies, settings.egress, settings.sandbox),
             folders=folders,
             image=self._sandbox_image,
             filespace=files,
@@ -395,7 +395,9 @@ class ControlPlane:
         await self._mcp_discovery.open()
         await self.environments.open()
         await self.router.open()
-        warm = self.settings.sandbox.network.proxied or opens_hosts(await self.policies.of(None))
+        networks = (self.settings.sandbox.network, self.settings.sandbox.low_trust_network)
+        proxied = any(each is not None and each.proxied for each in networks)
+        warm = proxied or opens_hosts(await self.policies.of(None))
         await self.egress.open(self.sessions.live(), warm=warm)
         if self._webhook is not None:
             self._webhook.start()
@@ -425,7 +427,7 @@ class ControlPlane:
     async def host_report(self) -> HostReport:
         from carrel.providers.doctor import host_report
 
-        report = await asyncio.to_thread(host_report, self.providers)
+        report = await asyncio.to_thread(host_report, self.providers, self.settings.sandbox.third_party_names)
         quota = await asyncio.to_thread(disk_quota, self.driver)
         kept = retention(self.settings.workspace_ttl_days)
         return report.model_copy(update={"checks": [*report.checks, quota, kept]})

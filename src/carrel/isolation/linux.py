@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from carrel.primitives import kernel_files, libc
 
@@ -25,7 +25,9 @@ _NR_CAPSET = {"x86_64": 126, "aarch64": 91}
 _CAPABILITY_HEADER = struct.pack("=Ii", 0x20080522, 0)
 # The calls of 2019 and later have one number on every architecture.
 _NR_OPEN_TREE, _NR_MOVE_MOUNT, _NR_CLONE3, _NR_MOUNT_SETATTR = 428, 429, 435, 442
+_NR_FSOPEN, _NR_FSCONFIG, _NR_FSMOUNT = 430, 431, 432
 
+CLONE_FS = 0x00000200
 CLONE_PARENT = 0x00008000
 CLONE_NEWNS = 0x00020000
 CLONE_NEWCGROUP = 0x02000000
@@ -46,7 +48,8 @@ MNT_DETACH = 2
 AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
 OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH = 4, 0x40
-MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_IDMAP = 1, 2, 4, 0x00100000
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_IDMAP = 1, 2, 4, 8, 0x00100000
+_FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 1, 1, 6
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
@@ -139,6 +142,19 @@ def move_mount(tree_fd: int, target: str | int) -> None:
     path, place = (b"", target) if isinstance(target, int) else (os.fsencode(target), AT_FDCWD)
     flags = MOVE_MOUNT_F_EMPTY_PATH | (0 if path else MOVE_MOUNT_T_EMPTY_PATH)
     libc.system_call(name, _NR_MOVE_MOUNT, tree_fd, b"", place, path, flags)
+
+
+def new_file_system(kind: str, options: Mapping[str, str], attributes: int) -> int:
+    """Return the descriptor of a detached mount of a new file system."""
+    context = libc.system_call(f"fsopen {kind}", _NR_FSOPEN, kind.encode(), _FSOPEN_CLOEXEC)
+    try:
+        for name, value in options.items():
+            key = f"option {name} of {kind}", _NR_FSCONFIG, context, _FSCONFIG_SET_STRING, name.encode()
+            libc.system_call(*key, value.encode(), 0)
+        libc.system_call(f"make {kind}", _NR_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+        return libc.system_call(f"fsmount {kind}", _NR_FSMOUNT, context, _FSMOUNT_CLOEXEC, attributes)
+    finally:
+        os.close(context)
 
 
 def set_mount_attributes(

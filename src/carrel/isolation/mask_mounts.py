@@ -81,6 +81,12 @@ class CoverFiles:
         self._write(_FILE, b"", 0)
         os.mkdir(_DIRECTORY, 0, dir_fd=self._writable)
 
+    def close(self) -> None:
+        """Release the descriptors. The files stay for as long as they are mounted somewhere."""
+        for key in list(self._plans):
+            self._forget(key)
+        os.close(self._writable)
+
     def plan(self, content: bytes, *, image: bool = False) -> int:
         """Return the plan for packed masks, as a file in memory that the store keeps. Its covers exist.
 

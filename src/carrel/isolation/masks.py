@@ -54,6 +54,24 @@ class Masks:
         refusal = self.refusal.get(program)
         return _plain_refusal(program) if refusal is None else refusal.rstrip("\n") + "\n"
 
+    def of_root(self) -> Masks | None:
+        """Return those masks that concern files outside of the workspace; None if there is none."""
+        hidden = tuple(pattern for pattern in self.hidden if not _within(_fixed_path(pattern), inside.WORKSPACE))
+        if not self.programs and not hidden:
+            return None
+        return Masks(programs=self.programs, hidden=hidden, refusal=self.refusal)
+
+    def of_workspace(self) -> Masks | None:
+        """Return those masks that may concern files of the workspace; None if there is none."""
+        hidden = tuple(
+            pattern
+            for pattern in self.hidden
+            if _within(fixed := _fixed_path(pattern), inside.WORKSPACE) or fixed in {"/", inside.WORKSPACE}
+        )
+        if not hidden and self.writable is None and not self.readonly:
+            return None
+        return Masks(hidden=hidden, writable=self.writable, readonly=self.readonly)
+
 
 Part = str | Callable[[str], object] | None
 """One part of a pattern: a name, a test for names, or None for any number of names."""
@@ -121,7 +139,7 @@ def unmaskable(pattern: str) -> str | None:
     empty when a sandbox starts.
     """
     parts = split(pattern)
-    fixed = "/" + "/".join(_fixed(parts))
+    fixed = _fixed_path(pattern)
     exact = len(_fixed(parts)) == len(parts)
     if not parts or parts == (None,):
         return "it is the whole root"
@@ -236,6 +254,11 @@ def _test(chars: list[tuple[str, bool]]) -> Callable[[str], object]:
         return lambda name: len(name) >= least and name.startswith(head) and name.endswith(tail)
     escaped = (f"[{char}]" if char == "[" or (quoted and char in "*?") else char for char, quoted in chars)
     return re.compile(fnmatch.translate("".join(escaped))).match
+
+
+def _fixed_path(pattern: str) -> str:
+    """Return the path up to the first part of a pattern that is not a plain name."""
+    return "/" + "/".join(_fixed(split(pattern)))
 
 
 def _fixed(parts: tuple[Part, ...]) -> list[str]:

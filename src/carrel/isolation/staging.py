@@ -7,6 +7,7 @@ which may be started before it is needed: it waits for one line, the path of its
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
@@ -70,8 +71,10 @@ def main() -> None:
             os._exit(0)  # the server is gone, or needs no further sandbox
         with open(path, encoding="utf-8") as file:
             order = read(file.read())
-        with open(os.devnull, "rb") as nothing:
-            os.dup2(nothing.fileno(), 0)
+        nothing = _empty_file()
+        for descriptor in (0, 1):
+            os.dup2(nothing, descriptor)
+        os.close(nothing)
         for group in order.groups:
             write(group, "0")
         stage(order)
@@ -80,6 +83,15 @@ def main() -> None:
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     finally:
         os._exit(FAILED)
+
+
+def _empty_file() -> int:
+    """Return a file that has no content and takes none. `runsc` gives its standard files to the user of the sandbox:
+    the host's /dev/null would belong to `nobody` from then on.
+    """
+    file = os.memfd_create("nothing", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL)
+    return file
 
 
 def stage(order: StageOrder) -> None:

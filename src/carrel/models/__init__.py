@@ -85,6 +85,7 @@ from carrel.models.host import Check as Check
 from carrel.models.host import DiskPart as DiskPart
 from carrel.models.host import DiskUsage as DiskUsage
 from carrel.models.host import HostReport as HostReport
+from carrel.models.host import LevelStatus as LevelStatus
 from carrel.models.host import ProviderStatus as ProviderStatus
 from carrel.models.images import ImageDetails as ImageDetails
 from carrel.models.images import ImageEvent as ImageEvent

@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import Field
 
 from carrel.models.base import Answer
+from carrel.models.sandboxes import Trust
 
 
 class Check(Answer):
@@ -25,8 +26,20 @@ class ProviderStatus(Answer):
     isolation_level: int
     unsafe: bool
     available: bool
-    reason: str | None = None
+    reason: str | None = Field(default=None, description="what is missing and how to get it, or another remark")
     capabilities: list[str]
+    package: str | None = Field(default=None, description="the package of a third-party provider; null: carrel's own")
+
+
+class LevelStatus(Answer):
+    """One isolation level on this host: which providers give it, or what is missing."""
+
+    level: int
+    meaning: str
+    enough_for: list[Trust] = Field(description="the levels of trust that it satisfies")
+    available: bool
+    providers: list[str] = Field(description="those that are available")
+    missing: list[str] = Field(description="each other provider of this level: what it lacks and how to get it")
 
 
 class DiskPart(Answer):
@@ -52,4 +65,5 @@ class HostReport(Answer):
     kernel: str
     user: str
     checks: list[Check]
+    levels: list[LevelStatus] = Field(default_factory=list, description="strongest first")
     providers: list[ProviderStatus]

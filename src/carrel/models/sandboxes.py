@@ -89,7 +89,7 @@ class SandboxRequest(Request):
     trust: Trust = Trust.MEDIUM
     network: Network | None = Field(
         default=None,
-        description="null: the server's default, if the policy and the provider allow it",
+        description="null: the server's default for this trust, if the policy and the provider allow it",
     )
     limits: Limits = Field(default_factory=Limits)
     env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256)

@@ -78,9 +78,12 @@ def open_beneath(directory: int, path: bytes, flags: int) -> int:
     return _open_resolved(directory, path, flags, RESOLVE_BENEATH)
 
 
-def open_in_root(directory: int, path: bytes, flags: int) -> int:
-    """Open what is at `path` for a process whose root is `directory`: links and `..` never lead out of it."""
-    return _open_resolved(directory, path, flags, RESOLVE_IN_ROOT)
+def open_in_root(directory: int, path: bytes, flags: int, *, links: bool = True) -> int:
+    """Open what is at `path` for a process whose root is `directory`: links and `..` never lead out of it.
+
+    Without `links`, a path that leads over one is refused with `ELOOP`.
+    """
+    return _open_resolved(directory, path, flags, RESOLVE_IN_ROOT | (0 if links else RESOLVE_NO_SYMLINKS))
 
 
 def _open_resolved(directory: int, path: bytes, flags: int, resolve: int) -> int:

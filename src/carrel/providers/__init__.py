@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from carrel.isolation.masks import Masks
     from carrel.providers.base import Capability, Handle, Launch, Provider
     from carrel.providers.choosing import choose, open_providers
+    from carrel.providers.third_party import ProviderContext
 
-__all__ = ["Capability", "Handle", "Launch", "Masks", "Provider", "choose", "open_providers"]
+__all__ = ["Capability", "Handle", "Launch", "Masks", "Provider", "ProviderContext", "choose", "open_providers"]
 
 _HOMES = {
     "Capability": "carrel.providers.base",
@@ -21,6 +22,7 @@ _HOMES = {
     "Launch": "carrel.providers.base",
     "Masks": "carrel.isolation.masks",
     "Provider": "carrel.providers.base",
+    "ProviderContext": "carrel.providers.third_party",
     "choose": "carrel.providers.choosing",
     "open_providers": "carrel.providers.choosing",
 }

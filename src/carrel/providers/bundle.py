@@ -29,10 +29,11 @@ from carrel.isolation.inside import BUNDLE
 from carrel.primitives.atomic import write_file
 from carrel.primitives.trees import remove_tree
 
-FORMAT = 1
+FORMAT = 2
 """Changes when a bundle of the same files would be made in another way."""
 DEADLINE_S = 300.0
 _ROOT, _SOURCES, _LOCK, _DRAFT = "root", "sources.json", ".lock", "draft-"
+_START = "import bundle_modules; bundle_modules.run('carrel.supervisor.program')"
 _INTERPRETER, _LIBRARIES, _LOADER = "bin/python3", "lib", "lib/ld.so"
 _PRELOADED = b"/etc/ld.so.preload\0"
 _NOT_PRELOADED = f"{BUNDLE}/none".encode().ljust(len(_PRELOADED), b"\0")
@@ -81,11 +82,13 @@ class SupervisorBundle:
         return os.path.join(self.path, rootfs.PYTHON.lstrip("/"))
 
 
-def command(facts: str) -> list[str]:
-    """Return the command of PID 1 in a sandbox that has the bundle. `facts` is the path of its facts there."""
+def command(report: str) -> list[str]:
+    """Return the command of PID 1 in a sandbox that has the bundle. `report` is the path there of the socket that it
+    connects to for its facts.
+    """
     return [
         *(f"{BUNDLE}/{_LOADER}", "--inhibit-cache", "--library-path", f"{BUNDLE}/{_LIBRARIES}"),
-        *(f"{BUNDLE}/{_INTERPRETER}", "-I", "-S", "-X", "utf8", "-m", "carrel.supervisor.program", facts),
+        *(f"{BUNDLE}/{_INTERPRETER}", "-I", "-S", "-X", "utf8", "-c", _START, report),
     ]
 
 

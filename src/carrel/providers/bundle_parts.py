@@ -11,6 +11,7 @@ import ctypes
 import importlib
 import importlib.util
 import json
+import marshal
 import os
 import re
 import struct
@@ -21,7 +22,13 @@ from typing import cast
 
 UNUSED = ("ssl", "bz2", "lzma", "_bz2", "_lzma")
 """Modules that others import if they are there. The supervisor does not need them, and their libraries are large."""
+APART = ("encodings", "__future__")
+"""Modules and packages that the interpreter needs before it can import others: each has a file of its own."""
+ARCHIVE = "modules"
+"""As in `bundle_modules`, which can only be imported in a bundle."""
 _UNCHECKED_HASH = 1
+_WITHOUT_REFERENCES = 2
+"""The version of marshal whose bytes depend on nothing but the values."""
 _LOADER = re.compile(r"ld-[^/]*\.so(\.\d+)*")
 
 
@@ -41,21 +48,31 @@ def main(output: str, place: str, *search: str) -> None:
     os.makedirs(f"{output}/{library}/lib-dynload")  # by this directory the interpreter finds its extensions
     extensions: dict[str, str] = {}
     sources: list[str] = []
+    code: list[tuple[str, str, bool, bytes]] = []
     for name, module in sorted(sys.modules.items()):
         spec = getattr(module, "__spec__", None)
         if spec is None or spec.loader in {BuiltinImporter, FrozenImporter} or name == "__main__":
             continue
         path, relative = spec.origin, name.replace(".", "/")
-        if spec.submodule_search_locations is not None:
+        package = spec.submodule_search_locations is not None
+        if package:
             relative += "/__init__"
         if path and path.endswith(tuple(EXTENSION_SUFFIXES)):
-            extensions[f"{library}/{os.path.dirname(relative)}/{os.path.basename(path)}".replace("//", "/")] = path
+            relative = os.path.join(os.path.dirname(relative), os.path.basename(path))
+            extensions[f"{library}/{relative}"] = path
+            code.append((name, relative, False, b""))
         elif path and path.endswith(".py"):
             sources.append(path)
-            _compile(path, f"{library}/{relative}", output, place)
-    landmark = os.__file__  # by this file the interpreter finds its library
-    sources.append(landmark)
-    _compile(landmark, f"{library}/os", output, place)
+            if name.partition(".")[0] in APART:
+                _write(path, f"{library}/{relative}", output, place)
+            else:
+                code.append((name, f"{relative}.pyc", package, _compile(path, f"{place}/{library}/{relative}.py")[1]))
+    starter = os.path.join(os.path.dirname(__file__), "bundle_modules.py")
+    # By the file of `os` the interpreter finds its library.
+    for name, path in (("os", os.__file__), ("bundle_modules", starter)):
+        sources.append(path)
+        _write(path, f"{library}/{name}", output, place)
+    _write_archive(f"{output}/{library}/{ARCHIVE}", code)
     libraries = {os.path.basename(each): each for each in _libraries() if each not in extensions.values()}
     found = {
         "interpreter": os.readlink("/proc/self/exe"),
@@ -67,16 +84,33 @@ def main(output: str, place: str, *search: str) -> None:
     print(json.dumps(found))  # noqa: T201 - the answer to the parent
 
 
-def _compile(path: str, relative: str, output: str, place: str) -> None:
+def _compile(path: str, name: str) -> tuple[bytes, bytes]:
+    """Return the hash of a file of Python, and its code, which says that it comes from the file `name`."""
     with open(path, "rb") as file:
         source = file.read()
-    code = compile(source, f"{place}/{relative}.py", "exec", dont_inherit=True)
+    code = compile(source, name, "exec", dont_inherit=True)
+    return importlib.util.source_hash(source), marshal.dumps(code)
+
+
+def _write(path: str, relative: str, output: str, place: str) -> None:
+    """Write the code of a module to a file of its own."""
+    source_hash, code = _compile(path, f"{place}/{relative}.py")
     target = os.path.join(output, f"{relative}.pyc")
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    marshal = importlib.import_module("marshal")
     with open(target, "wb") as file:
-        file.write(importlib.util.MAGIC_NUMBER + struct.pack("<I", _UNCHECKED_HASH))
-        file.write(importlib.util.source_hash(source) + marshal.dumps(code))
+        file.write(importlib.util.MAGIC_NUMBER + struct.pack("<I", _UNCHECKED_HASH) + source_hash + code)
+
+
+def _write_archive(target: str, modules: list[tuple[str, str, bool, bytes]]) -> None:
+    """Write the code of modules to one file (see `bundle_modules`): name, path, whether it is a package, code."""
+    index, offset = {}, 0
+    for name, relative, package, code in modules:
+        index[name] = (relative, package, offset, len(code))
+        offset += len(code)
+    head = marshal.dumps(index, _WITHOUT_REFERENCES)
+    with open(target, "wb") as file:
+        file.write(struct.pack("<Q", len(head)) + head)
+        file.writelines(code for *_, code in modules)
 
 
 class _LoadedObject(ctypes.Structure):

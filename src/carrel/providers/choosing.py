@@ -8,18 +8,12 @@ from types import MappingProxyType
 from carrel.errors import InvalidRequest, ProviderUnavailable, Unsupported
 from carrel.models import Trust
 from carrel.providers.base import Capability, Provider
+from carrel.providers.built_in import BUILT_IN, LEVELS
 from carrel.providers.gvisor.options import GvisorOptions
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
+from carrel.providers.trust import RULES
 from carrel.providers.zygotes import ZygoteClient
-
-LEAST_LEVEL = {Trust.HIGH: 0, Trust.MEDIUM: 1, Trust.LOW: 2}
-LEVELS = {
-    0: "no isolation",
-    1: "namespaces or a container",
-    2: "a user-space kernel (gVisor)",
-    3: "a microVM",
-}
 
 
 def open_providers(
@@ -34,9 +28,11 @@ def open_providers(
     docker: str = "",
     gvisor: GvisorOptions | None = None,
     bundles: str = "",
+    third_party: Sequence[str] | None = None,
 ) -> dict[str, Provider]:
     """Return the providers of this host, strongest first, and of those with one level the quickest; the process
-    provider only if the operator allows it, and gVisor only with its options.
+    provider only if the operator allows it, and gVisor only with its options. Those of other packages come last, and
+    only with `third_party`, the names that the operator lists.
 
     `shared` maps paths in every isolated sandbox to what is mounted there from the host. `zygote` is an optional
     client, with the same paths, whose namespace zygote is being started already. Folders below `folder_roots` can be
@@ -56,7 +52,18 @@ def open_providers(
         providers.append(DockerProvider(run_dir, bundles, socket_path=docker, shared=shared, images=images))
     if allow_process:
         providers.append(ProcessProvider(run_dir, workspaces))
+    if third_party is not None:
+        from carrel.providers.third_party import open_third_party
+
+        providers += open_third_party(run_dir, third_party, shared=shared, images=images, bundles=bundles)
     return {provider.name: provider for provider in providers}
+
+
+def believed_level(provider: Provider, listed: Collection[str]) -> int:
+    """Return the isolation level that counts. What a third-party provider says of itself is believed only if the
+    operator lists it, because carrel cannot check it.
+    """
+    return provider.isolation_level if provider.name in BUILT_IN or provider.name in listed else 0
 
 
 def choose(
@@ -65,12 +72,14 @@ def choose(
     trust: Trust,
     needs: Callable[[Provider], Collection[Capability]] = lambda _: (),
     least: int = 0,
+    listed: Collection[str] = (),
 ) -> Provider:
     """Return the provider of that name; for `auto` the strongest available one that satisfies the trust level and can
     do what is needed. If none of those that satisfy it can, the error names what the strongest of them lacks. `least`
-    is the lowest level that `auto` may choose besides: that of a session which has run before.
+    is the lowest level that `auto` may choose besides: that of a session which has run before. `listed` are the
+    third-party providers that the operator lists; `auto` chooses no others of them.
     """
-    least = max(least if name == "auto" else 0, LEAST_LEVEL[trust])
+    least = max(least if name == "auto" else 0, RULES[trust].least_level)
     if name != "auto":
         provider = providers.get(name)
         if provider is None:
@@ -85,24 +94,31 @@ def choose(
                 field="provider",
                 hint=f"known here: auto, {', '.join(providers)}",
             )
-        if provider.isolation_level < least:
+        missing = provider.missing()
+        if provider.isolation_level < least and (missing is None or name in BUILT_IN):
             raise Unsupported(
                 f"provider '{name}' gives {LEVELS[provider.isolation_level]}, too little for trust '{trust}'",
                 field="provider",
                 hint=f"trust '{trust}' needs at least level {least}: {LEVELS[least]}",
             )
-        missing = provider.missing()
         if missing is not None:
             raise ProviderUnavailable(
-                f"provider '{name}' cannot be used here: {missing}",
+                f"provider '{name}' cannot be used here: {missing}", field="provider", hint="run `carrel doctor`"
+            )
+        if believed_level(provider, listed) < least:
+            raise Unsupported(
+                f"carrel does not check the isolation of the third-party provider '{name}', so it is not used for "
+                f"trust '{trust}'",
                 field="provider",
-                hint="run `carrel doctor`",
+                hint="name trust 'high', or let the operator list the provider in CARREL_SANDBOX_THIRD_PARTY",
             )
         return provider
     reasons = []
     unfit: Provider | None = None
     for provider in sorted(providers.values(), key=lambda known: -known.isolation_level):
-        if provider.isolation_level < least:
+        if provider.name not in BUILT_IN and provider.name not in listed:
+            reasons.append(f"{provider.name} is a third-party provider that the operator does not list")
+        elif provider.isolation_level < least:
             reasons.append(f"{provider.name} gives {LEVELS[provider.isolation_level]}")
         elif (missing := provider.missing()) is not None:
             reasons.append(f"{provider.name}: {missing}")

@@ -1,7 +1,8 @@
 """The directory that the server shares with a supervisor that is a program of its own.
 
-The supervisor reads its facts there, reports that it is ready, and listens for the server. For all that it is root of
-the sandbox, and only root can enter the inner directory; later it is the agent, who cannot. The socket of the outbound
+The supervisor connects to a socket of the server there, gets its facts over that connection when the sandbox has an
+owner, and says over it that it is ready. Then it listens for the server. For all that it is root of the sandbox, and
+only root can enter the inner directory; later it is the agent, who cannot. The socket of the outbound
 network is in the outer directory: the agent may connect to it, as it may to the port of the proxy, and cannot replace
 it. So the socket is the identity of the sandbox.
 """
@@ -14,7 +15,9 @@ import json
 import os
 import resource
 import socket
+import struct
 from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from carrel.errors import PlatformError
@@ -28,13 +31,14 @@ from carrel.providers.base import Launch
 LONGEST_SOCKET_PATH = 107
 MOST_FACTS = 1024 * 1024
 START_DEADLINE_S = 60.0
-FACTS = f"{CONTROL}/private/facts.json"
-"""The path of the facts inside, the argument of `carrel.providers.bundle.command`."""
+REPORT = f"{CONTROL}/private/report"
+"""The path inside of the socket for the supervisor's connection, the argument of `carrel.providers.bundle.command`."""
 SECRETS = f"{CONTROL}/private/secrets"
 """Where a provider mounts the secrets a second time, writable; the agent sees them read-only elsewhere."""
-_PRIVATE, _SOCKET, _REPORT, _EGRESS = "private", "socket", "report", "egress"
+_PRIVATE, _SOCKET, _REPORT, _EGRESS = "private", "socket", os.path.basename(REPORT), "egress"
 _BACKLOG = 4096
 _LONGEST_REPORT = 4096
+_CREDENTIALS = struct.Struct("=3i")  # of the process that has connected: PID, user, group
 
 
 class ControlDirectory:
@@ -48,29 +52,24 @@ class ControlDirectory:
         """The path on the host of the supervisor's socket."""
         return os.path.join(self.path, _PRIVATE, _SOCKET)
 
-    def create(self, facts: Mapping[str, Any]) -> None:
-        """Make the directory, with these facts. Raises `PlatformError`. Blocking."""
+    def create(self) -> None:
+        """Make the directory. Raises `PlatformError`. Blocking."""
         if len(os.fsencode(self.socket_path)) > LONGEST_SOCKET_PATH:
             raise PlatformError(
                 f"the path of the sandbox's socket is longer than {LONGEST_SOCKET_PATH} bytes: {self.socket_path}",
                 hint="use a data directory with a shorter path",
             )
-        text = json.dumps(facts).encode()
-        if len(text) > MOST_FACTS:
-            raise PlatformError("the request to start a sandbox is too large", hint="pass a smaller environment")
         try:
             os.mkdir(self.path, 0o711)
             os.chmod(self.path, 0o711)  # noqa: S103 - the agent connects to a socket in it
             private = os.path.join(self.path, _PRIVATE)
             os.mkdir(private, 0o700)
             os.mkdir(os.path.join(private, os.path.basename(SECRETS)), 0o700)
-            with open(os.path.join(private, os.path.basename(FACTS)), "xb") as file:
-                file.write(text)
         except OSError as error:
             raise PlatformError(f"the control directory of a sandbox cannot be made: {error}") from error
 
-    def await_report(self) -> socket.socket:
-        """Return a listening socket for the supervisor's report. The caller closes it."""
+    def listen_for_supervisor(self) -> socket.socket:
+        """Return a listening socket for the supervisor's connection. The caller closes it."""
         return _listen(os.path.join(self.path, _PRIVATE, _REPORT), 0o600)
 
     def listen_for_egress(self) -> socket.socket:
@@ -101,7 +100,6 @@ def facts_of(
     image = launch.image
     return {
         "socket": f"{CONTROL}/{_PRIVATE}/{_SOCKET}",
-        "report": f"{CONTROL}/{_PRIVATE}/{_REPORT}",
         "egress": f"{CONTROL}/{_EGRESS}",
         "secrets": SECRETS if secrets else "",
         "uid": uid,
@@ -138,36 +136,70 @@ def _network(network: Network) -> str:
     return "allowlist" if network.proxied else "direct"
 
 
-async def report_of(listener: socket.socket, ended: Awaitable[str]) -> None:
-    """Wait until the supervisor is ready. `ended` tells why it has ended, if it ends before. Raises `PlatformError`."""
-    report = asyncio.ensure_future(_read_report(listener))
+@dataclass(frozen=True)
+class WaitingSupervisor:
+    """A supervisor that has started and waits for its facts. It ends if this connection ends before it has them."""
+
+    connection: socket.socket
+
+    @property
+    def pid(self) -> int:
+        """The process that has connected, as this process sees it; 0 if it cannot see it."""
+        credentials = self.connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return int(_CREDENTIALS.unpack(credentials)[0])
+
+    async def begin(self, facts: Mapping[str, Any]) -> None:
+        """Send the facts, and wait until it is ready for the sandbox's owner. Raises `PlatformError`."""
+        text = json.dumps(facts).encode()
+        if len(text) > MOST_FACTS:
+            raise PlatformError("the request to start a sandbox is too large", hint="pass a smaller environment")
+        try:
+            async with asyncio.timeout(START_DEADLINE_S):
+                said = await self._exchange(text)
+        except TimeoutError:
+            said = f"it did not answer in {START_DEADLINE_S:.0f} s"
+        except OSError as error:
+            said = f"it ended: {error}"
+        if said != "ready":
+            raise PlatformError(
+                f"the supervisor did not start: {said.removeprefix('failed: ')[:1000] or 'it ended at once'}"
+            )
+
+    async def _exchange(self, text: bytes) -> str:
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(self.connection, text)
+        self.connection.shutdown(socket.SHUT_WR)
+        said = bytearray()
+        while len(said) < _LONGEST_REPORT and (part := await loop.sock_recv(self.connection, _LONGEST_REPORT)):
+            said += part
+        return said.decode(errors="replace")
+
+    def close(self) -> None:
+        """End the connection. A supervisor that has no facts yet ends too."""
+        self.connection.close()
+
+
+async def waiting_supervisor(listener: socket.socket, ended: Awaitable[str]) -> WaitingSupervisor:
+    """Wait until the supervisor connects. `ended` tells why it has ended, if it ends before. Raises `PlatformError`."""
+    listener.setblocking(False)
+    connecting = asyncio.ensure_future(asyncio.get_running_loop().sock_accept(listener))
     end = asyncio.ensure_future(ended)
     try:
-        await asyncio.wait((report, end), timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-        if report.done():
-            said = report.result()
-        elif end.done():
-            said = end.result() or "it ended at once"
-        else:
-            said = f"it did not answer in {START_DEADLINE_S:.0f} s"
+        await asyncio.wait((connecting, end), timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        if not connecting.done():
+            said = end.result() if end.done() else f"it did not connect in {START_DEADLINE_S:.0f} s"
+            raise PlatformError(f"the supervisor did not start: {said[:1000] or 'it ended at once'}")
+        connection, _ = connecting.result()
+    except asyncio.CancelledError:
+        if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
+            connecting.result()[0].close()
+        raise
     finally:
-        for task in (report, end):
+        for task in (connecting, end):
             task.cancel()
-        await asyncio.gather(report, end, return_exceptions=True)
-    if said != "ready":
-        raise PlatformError(f"the supervisor did not start: {said.removeprefix('failed: ')[:1000]}")
-
-
-async def _read_report(listener: socket.socket) -> str:
-    loop = asyncio.get_running_loop()
-    listener.setblocking(False)
-    connection, _ = await loop.sock_accept(listener)
-    with connection:
-        connection.setblocking(False)
-        said = bytearray()
-        while len(said) < _LONGEST_REPORT and (part := await loop.sock_recv(connection, _LONGEST_REPORT)):
-            said += part
-    return said.decode(errors="replace")
+        await asyncio.gather(connecting, end, return_exceptions=True)
+    connection.setblocking(False)
+    return WaitingSupervisor(connection)
 
 
 def _listen(path: str, mode: int) -> socket.socket:

@@ -1,10 +1,11 @@
 """The supervisor as a program: PID 1 of a container, a gVisor sandbox or a virtual machine.
 
 `carrel.isolation` forks the supervisor into a sandbox that it has built itself. Here another runtime has built it, and
-starts this module from the bundle (see `carrel.providers.bundle`). It reads its facts from a file of the control
-directory, which the server shares with it. It starts as root of the sandbox, so that it can listen in that directory,
-which the agent cannot enter; then it becomes the agent and gives up everything else. The server gets `ready`, or the
-reason why not, before any code of an agent runs.
+starts this module from the bundle (see `carrel.providers.bundle`). It connects to a socket in the control directory,
+which the server shares with it, and waits for its facts. The server may send them much later: until then the sandbox is
+nobody's. It is root of the sandbox, so that it can listen in that directory, which the agent cannot enter; with the
+facts it becomes the agent and gives up everything else. The server gets `ready`, or the reason why not, before any code
+of an agent runs. When the server goes away before that, this process ends.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from carrel.supervisor.reset import PLACES
 MOST_FACTS = 1024 * 1024
 """The most bytes of the facts."""
 BACKLOG, PROXY_BACKLOG = 128, 4096
+_CHUNK = 65536
 READY = b"ready"
 _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 24, 36, 38
+_MS_BIND, _MNT_DETACH = 4096, 2
 _CAPABILITY_HEADER = b"\x22\x05\x08\x20" + bytes(4)
 _NO_CAPABILITIES = bytes(24)
 
@@ -51,16 +54,15 @@ class ProgramImage:
 
 @dataclass(frozen=True)
 class ProgramFacts:
-    """The facts about a sandbox, as the server writes them.
+    """The facts about a sandbox, as the server sends them.
 
-    `socket` is where to listen for the server; `report` is the socket of the server that waits for `ready`. `secrets`
-    is a directory that the agent sees elsewhere and cannot change; empty where there is none. `network` is `none`,
-    `allowlist` or `direct`. With an allow list, `egress` is the socket behind the port of the proxy. `limits` are
-    resource limits by their names; `seccomp` is a filter of system calls in base64, besides that of the runtime.
+    `socket` is where to listen for the server. `secrets` is a directory that the agent sees elsewhere and cannot
+    change; empty where there is none. `network` is `none`, `allowlist` or `direct`. With an allow list, `egress` is the
+    socket behind the port of the proxy. `limits` are resource limits by their names; `seccomp` is a filter of system
+    calls in base64, besides that of the runtime.
     """
 
     socket: str
-    report: str
     uid: int
     gid: int
     workspace: str
@@ -77,6 +79,8 @@ class ProgramFacts:
     image: Mapping[str, Any] | None = None
     watch_memory: bool = False
     """Whether the supervisor has to hold the sandbox to `memory_mb`."""
+    late: str = ""
+    """The directory below which the workspace was mounted at its usual path; empty where it is at its place already."""
     kernel_files: dict[str, str] = field(default_factory=dict)
     """Files of the sandbox's kernel that root writes, each with its text: limits that the agent cannot change."""
 
@@ -100,68 +104,88 @@ class ProgramDetails:
     own_path: str = ""
 
 
-def read_facts(path: str) -> ProgramFacts:
-    """Read the facts. Raises `ValueError`, `TypeError` or `OSError`."""
-    with open(path, "rb") as file:
-        text = file.read(MOST_FACTS + 1)
-    if len(text) > MOST_FACTS:
-        raise ValueError(f"the facts of the sandbox have more than {MOST_FACTS} bytes")
-    return ProgramFacts(**json.loads(text))
+def receive_facts(connection: socket.socket) -> ProgramFacts | None:
+    """Wait for the facts, which end where the server stops writing; None if it goes away without any.
+
+    Raises `ValueError`, `TypeError` or `OSError`.
+    """
+    text = bytearray()
+    while part := connection.recv(_CHUNK):
+        text += part
+        if len(text) > MOST_FACTS:
+            raise ValueError(f"the facts of the sandbox have more than {MOST_FACTS} bytes")
+    return ProgramFacts(**json.loads(text)) if text else None
 
 
 def main(arguments: list[str]) -> None:
     """Become the supervisor of this sandbox. Never returns."""
-    report: socket.socket | None = None
+    server: socket.socket | None = None
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would end PID 1
-        facts = read_facts(arguments[1])
-        report = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        report.connect(facts.report)
-        for path, text in facts.kernel_files.items():
-            write(path, text)
-        os.umask(0o077)
-        listener = _listen(facts.socket)
-        secrets = os.open(facts.secrets, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if facts.secrets else -1
-        port = None if facts.network == "direct" else _listen_locally(facts.proxy_port)
-        if os.getpid() == 1:
-            hold_proc()
-        become_agent(facts)
-        os.umask(0o022)  # the agent's files are as on every host
-        prepared = app.prepare()
-        if facts.network == "allowlist" and port is not None:
-            relaying = prepared.loop.create_task(relay_all(port, facts.egress))
-            relaying.add_done_callback(lambda _: os._exit(1))  # it only ends by a mistake of ours
-        if facts.watch_memory and facts.memory_mb is not None:
-            places = (*PLACES, facts.home)
-            watching = prepared.loop.create_task(watch_memory(facts.memory_mb << 20, places))
-            watching.add_done_callback(lambda _: os._exit(1))
-        details = ProgramDetails(
-            listener,
-            facts.workspace,
-            facts.home,
-            dict(facts.env),
-            facts.memory_mb,
-            libc.hide_from_children(),
-            secrets,
-            None if port is None else facts.proxy_port,
-            port if facts.network == "none" else None,
-            facts.trust,
-            None if facts.image is None else ProgramImage(**facts.image),
-        )
         os.chdir("/")
-        libc.hide_arguments()
-        app.serve(details, prepared, set())
-        report.sendall(READY)
-        report.close()
+        prepared = app.prepare()
+        server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        server.connect(arguments[1])
+        facts = receive_facts(server)
+        if facts is None:
+            os._exit(0)
+        _take_charge(facts, prepared)
+        server.sendall(READY)
+        server.close()
         prepared.loop.run_forever()
     except Exception as error:
         words = f"{type(error).__name__}: {error}"[:2000]
-        if report is not None and report.fileno() >= 0:
-            report.sendall(f"failed: {words}".encode())
+        if server is not None and server.fileno() >= 0:
+            server.sendall(f"failed: {words}".encode())
         else:
             os.write(2, f"carrel supervisor: {words}\n".encode())
     finally:
         os._exit(1)
+
+
+def _take_charge(facts: ProgramFacts, prepared: app.Prepared) -> None:
+    """Become the agent, and accept connections."""
+    if facts.late:
+        take_workspace(facts)
+    for path, text in facts.kernel_files.items():
+        write(path, text)
+    os.umask(0o077)
+    listener = _listen(facts.socket)
+    secrets = os.open(facts.secrets, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if facts.secrets else -1
+    port = None if facts.network == "direct" else _listen_locally(facts.proxy_port)
+    if os.getpid() == 1:
+        hold_proc()
+    become_agent(facts)
+    os.umask(0o022)  # the agent's files are as on every host
+    if facts.network == "allowlist" and port is not None:
+        relaying = prepared.loop.create_task(relay_all(port, facts.egress))
+        relaying.add_done_callback(lambda _: os._exit(1))  # it only ends by a mistake of ours
+    if facts.watch_memory and facts.memory_mb is not None:
+        places = (*PLACES, facts.home)
+        watching = prepared.loop.create_task(watch_memory(facts.memory_mb << 20, places))
+        watching.add_done_callback(lambda _: os._exit(1))
+    details = ProgramDetails(
+        listener,
+        facts.workspace,
+        facts.home,
+        dict(facts.env),
+        facts.memory_mb,
+        libc.hide_from_children(),
+        secrets,
+        None if port is None else facts.proxy_port,
+        port if facts.network == "none" else None,
+        facts.trust,
+        None if facts.image is None else ProgramImage(**facts.image),
+    )
+    libc.hide_arguments()
+    app.serve(details, prepared, set())
+
+
+def take_workspace(facts: ProgramFacts) -> None:
+    """Mount the workspace at its place, and unmount the directory in which it came."""
+    source, target = os.fsencode(facts.late + facts.workspace), os.fsencode(facts.workspace)
+    libc.call("mount", source, target, None, _MS_BIND, None, name=f"mounting {facts.workspace}")
+    libc.call("umount2", os.fsencode(facts.late), _MNT_DETACH, name=f"unmounting {facts.late}")
 
 
 def _listen(path: str) -> socket.socket:

@@ -4,7 +4,7 @@ import pytest
 from tests.support.records import Promising
 
 from carrel.config import load
-from carrel.control.sessions.placement import LIMIT_CAPABILITY, resolve
+from carrel.control.sessions.placement import LIMIT_CAPABILITY, default_network, resolve
 from carrel.errors import InvalidRequest, Unsupported
 from carrel.models import Network, Trust
 from carrel.providers.base import Capability
@@ -49,6 +49,24 @@ def test_more_memory_than_the_host_has_is_refused():
     assert caught.value.field == "limits.memory_mb"
 
 
+@pytest.mark.parametrize(
+    ("given", "networks"),
+    [
+        ({}, ("none", "none", "none")),
+        ({"sandbox.network": "internet"}, ("internet", "internet", "none")),
+        ({"sandbox.low_trust_network": "allowlist"}, ("none", "none", "allowlist")),
+        ({"sandbox.network": "allowlist", "sandbox.low_trust_network": "none"}, ("allowlist", "allowlist", "none")),
+    ],
+)
+def test_the_default_network_is_that_of_the_trust_unless_the_operator_names_one(given, networks):
+    sandbox = load(given, environ={}).sandbox
+    unsafe = Promising()
+    unsafe.unsafe = True
+    for trust, network in zip((Trust.HIGH, Trust.MEDIUM, Trust.LOW), networks, strict=True):
+        assert default_network(sandbox, trust, Promising()) == network
+        assert default_network(sandbox, trust, unsafe) is Network.HOST
+
+
 def test_a_lifetime_is_at_most_the_operators_which_is_also_the_default():
     settings = load({"sandbox.lifetime_s": 60}, environ={})
     how = {"provider": "auto", "trust": Trust.HIGH, "network": None, "host_memory_mb": 500}
@@ -60,16 +78,16 @@ def test_a_lifetime_is_at_most_the_operators_which_is_also_the_default():
 
 def test_the_usual_provider_is_not_taken_where_it_is_too_weak():
     weak, strong = Promising(Capability.NETWORK_NONE), Promising(Capability.NETWORK_NONE)
-    weak.name, weak.isolation_level, strong.name, strong.isolation_level = "weak", 1, "strong", 2
-    settings = load({"sandbox.provider": "weak"}, environ={})
+    strong.name, strong.isolation_level = "gvisor", 2
+    settings = load({"sandbox.provider": "namespace"}, environ={})
 
     def chosen(trust: Trust, **more: object) -> str:
         how = {"provider": "auto", "network": None, "limits": {}, "host_memory_mb": 500, **more}
-        return resolve(settings, {"weak": weak, "strong": strong}, trust=trust, **how).provider.name
+        return resolve(settings, {"namespace": weak, "gvisor": strong}, trust=trust, **how).provider.name
 
     assert (chosen(Trust.MEDIUM), chosen(Trust.LOW), chosen(Trust.MEDIUM, least_level=2)) == (
-        "weak",
-        "strong",
-        "strong",
+        "namespace",
+        "gvisor",
+        "gvisor",
     )
-    assert chosen(Trust.MEDIUM, least_level=2, provider="weak") == "weak", "the caller names it"
+    assert chosen(Trust.MEDIUM, least_level=2, provider="namespace") == "namespace", "the caller names it"

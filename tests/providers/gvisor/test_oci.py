@@ -6,7 +6,7 @@ SPEC = oci.GvisorSpec(
     id="sbx-1",
     root="/run/g/root",
     control="/run/g/c",
-    workspace="/run/g/root/workspace",
+    late="/run/g/late",
     secrets="/run/g/c/private/secrets",
     command=("/opt/carrel/bin/python3", "-I"),
     environments="/data/envs",
@@ -24,7 +24,7 @@ def bind(source: str, target: str, *options: str) -> dict[str, object]:
 
 
 def test_configuration() -> None:
-    capabilities = ["CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID"]
+    capabilities = ["CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_ADMIN"]
     assert oci.configuration(SPEC) == {
         "ociVersion": "1.0.2",
         "hostname": "carrel",
@@ -51,7 +51,7 @@ def test_configuration() -> None:
             },
             bind("/run/g/c", "/run/carrel", "rw", "nosuid", "nodev", "noexec"),
             bind("/run/g/c/private/secrets", "/run/secrets", "ro", "nosuid", "nodev", "noexec"),
-            bind("/run/g/root/workspace", "/workspace", "rw", "nosuid", "nodev"),
+            bind("/run/g/late", "/run/carrel/private/late", "rw", "nosuid", "nodev"),
             bind("/data/envs", "/envs", "ro", "nosuid", "nodev"),
         ],
         "linux": {

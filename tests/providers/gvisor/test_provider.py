@@ -45,6 +45,14 @@ def processes(id: str) -> list[int]:
     return [pid for group, _ in groups.find(id) for pid in groups.processes(group)]
 
 
+async def test_a_sandbox_takes_no_device_of_the_host(harness: Harness) -> None:
+    """`runsc` gives its standard files to the user of the sandbox."""
+    before = os.stat(os.devnull)
+    async with harness.sandbox():
+        after = os.stat(os.devnull)
+    assert (before.st_uid, after.st_uid, after.st_gid) == (0, 0, 0) and after.st_mode == before.st_mode
+
+
 async def test_a_killed_sandbox_is_noticed_and_nothing_of_it_is_left(harness: Harness) -> None:
     for name in ("runsc-sandbox", "runsc-gofer"):
         async with harness.sandbox(memory_mb=256, cpus=0.5) as box:

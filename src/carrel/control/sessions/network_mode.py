@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from carrel.config import EgressSettings
+from carrel.config import EgressSettings, SandboxSettings
 from carrel.control.egress.plans import inspects, web_access
 from carrel.control.governance.policies import Policies
 from carrel.control.operations.call import refusal
 from carrel.control.sessions.attachments import Attachment, LaunchPlan
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.owners import is_agent
+from carrel.control.sessions.placement import default_network
 from carrel.errors import InvalidRequest
 from carrel.models import Network
 from carrel.policy.documents.sources import Sources
@@ -24,12 +25,12 @@ _AROUND = frozenset({Network.BRIDGE, Network.HOST})
 
 
 class NetworkMode(Attachment):
-    """Chooses the network of each session. `default` is for a request that names none."""
+    """Chooses the network of each session. `sandbox` has the networks of requests that name none."""
 
-    def __init__(self, policies: Policies, settings: EgressSettings, *, default: Network):
+    def __init__(self, policies: Policies, settings: EgressSettings, sandbox: SandboxSettings):
         self._policies = policies
         self._settings = settings
-        self._default = default
+        self._sandbox = sandbox
 
     async def plan(self, plan: LaunchPlan) -> LaunchPlan:
         """Choose the network, or refuse the one that was asked for."""
@@ -50,7 +51,8 @@ class NetworkMode(Attachment):
 
     async def _fit(self, record: SessionRecord, asked: Network | None, provider: Provider) -> SessionRecord:
         policy = await self._policies.of_record(record)
-        return fit_network(record, asked, policy, self._settings, provider, default=self._default)
+        default = default_network(self._sandbox, record.trust, provider)
+        return fit_network(record, asked, policy, self._settings, provider, default=default)
 
 
 def names_hosts(policy: Policy) -> bool:

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from carrel.config import Settings
+from carrel.config import SandboxSettings, Settings
 from carrel.errors import InvalidRequest
 from carrel.models import Limits, Network, Trust
 from carrel.providers import choose
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Provider
-from carrel.providers.choosing import LEAST_LEVEL
+from carrel.providers.choosing import believed_level
+from carrel.providers.trust import RULES
 
 LIMIT_CAPABILITY = {
     "cpus": Capability.LIMIT_CPUS,
@@ -25,9 +26,10 @@ LIMIT_CAPABILITY = {
 
 @dataclass(frozen=True)
 class Resolved:
-    """The provider, network and limits of a sandbox."""
+    """The provider, network and limits of a sandbox, and the isolation level of the provider that counts."""
 
     provider: Provider
+    level: int
     network: Network
     limits: Limits
 
@@ -66,14 +68,14 @@ def resolve(
     limiting = [LIMIT_CAPABILITY[name] for name in limits if name in LIMIT_CAPABILITY]
 
     def needed(candidate: Provider) -> list[Capability]:
-        return [*limiting, NETWORK_CAPABILITY[network or _default_network(settings, candidate)], *needs]
+        return [*limiting, NETWORK_CAPABILITY[network or default_network(settings.sandbox, trust, candidate)], *needs]
 
-    name = provider
+    name, listed = provider, settings.sandbox.third_party_names
     if provider == "auto":
         usual = providers.get(settings.sandbox.provider)
-        too_weak = usual is not None and usual.isolation_level < max(least_level, LEAST_LEVEL[trust])
+        too_weak = usual is not None and believed_level(usual, listed) < max(least_level, RULES[trust].least_level)
         name = "auto" if too_weak else settings.sandbox.provider
-    chosen = choose(dict(providers), name, trust, needed, least_level)
+    chosen = choose(dict(providers), name, trust, needed, least_level, listed)
     if chosen.unsafe and not settings.sandbox.allow_process:
         raise InvalidRequest(
             f"provider '{chosen.name}' does not isolate and is switched off on this server",
@@ -81,13 +83,20 @@ def resolve(
             hint="choose another provider, or let the operator set CARREL_SANDBOX_ALLOW_PROCESS=true",
         )
     chosen.require(*limiting)
-    network = network or _default_network(settings, chosen)
+    network = network or default_network(settings.sandbox, trust, chosen)
     chosen.require(NETWORK_CAPABILITY[network])
-    return Resolved(chosen, network, Limits.model_validate(_defaults(settings, chosen) | dict(limits)))
+    resolved = Limits.model_validate(_defaults(settings, chosen) | dict(limits))
+    return Resolved(chosen, believed_level(chosen, listed), network, resolved)
 
 
-def _default_network(settings: Settings, provider: Provider) -> Network:
-    return Network.HOST if provider.unsafe else settings.sandbox.network
+def default_network(settings: SandboxSettings, trust: Trust, provider: Provider) -> Network:
+    """Return the network of a request that names none. `NetworkMode` then asks the policy."""
+    if provider.unsafe:
+        return Network.HOST
+    by_trust = RULES[trust].network
+    if by_trust is None:
+        return settings.network
+    return by_trust if settings.low_trust_network is None else settings.low_trust_network
 
 
 def _defaults(settings: Settings, provider: Provider) -> dict[str, float]:

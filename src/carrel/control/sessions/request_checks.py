@@ -16,10 +16,11 @@ from carrel.control.sessions.lifecycle import LIVE, Event, next_state
 from carrel.control.sessions.owners import BUILDS_IMAGE, LABEL
 from carrel.control.sessions.placement import resolve
 from carrel.errors import Conflict, InvalidRequest, Unsupported
-from carrel.models import SandboxRequest, State
+from carrel.models import Network, SandboxRequest, State, Trust
 from carrel.models.images import HOST_IMAGE
 from carrel.providers import Masks
 from carrel.providers.base import Capability, FolderMounts, Launch, Provider, RootImage
+from carrel.providers.trust import stricter
 from carrel.store import SessionRecord
 
 _SANDBOX = re.compile(r"(sbx|eph)-[0-9a-f]{16}")
@@ -35,8 +36,13 @@ def new_record(
     node: str,
     *,
     host_memory_mb: int,
+    previous: SessionRecord | None,
 ) -> tuple[SessionRecord, Provider]:
-    """Return the record and the provider of a sandbox to start. Everything that can be refused is refused here."""
+    """Return the record and the provider of a sandbox to start. Everything that can be refused is refused here.
+
+    `previous` is the newest session of the context. If it was ended for good, its files may still be there: they are
+    trusted no more than before, unless the request names a trust.
+    """
     if existing is None and _SANDBOX.fullmatch(request.context_id or ""):
         raise InvalidRequest(
             "a context cannot have the form of a sandbox id",
@@ -44,7 +50,7 @@ def new_record(
             hint="take another name for the context",
         )
     given = request.model_fields_set
-    trust = request.trust if existing is None or "trust" in given else existing.trust
+    trust = _trust(request, existing, previous)
     explicit = {} if existing is None else existing.limits.model_dump(exclude_none=True)
     if (longest := settings.sandbox.lifetime_s) is not None and "lifetime_s" in explicit:
         explicit["lifetime_s"] = min(explicit["lifetime_s"], longest)  # the operator may have lowered it meanwhile
@@ -54,11 +60,11 @@ def new_record(
         providers,
         provider=request.provider,
         trust=trust,
-        network=request.network or (None if existing is None else existing.network),
+        network=request.network or _kept_network(existing, trust),
         limits=explicit,
         host_memory_mb=host_memory_mb,
         needs=_needs(request, existing),
-        least_level=0 if existing is None or "trust" in given else existing.isolation_level,
+        least_level=_kept_level(existing, trust),
     )
     provider = resolved.provider
     now = time.time()
@@ -77,7 +83,7 @@ def new_record(
         ephemeral=ephemeral,
         state=State.CREATING if existing is None else next_state(_settled(existing.state), Event.START),
         provider=provider.name,
-        isolation_level=provider.isolation_level,
+        isolation_level=resolved.level,
         unsafe=provider.unsafe,
         trust=trust,
         network=resolved.network,
@@ -117,6 +123,30 @@ def new_record(
             )
         record = replace(record, limits=record.limits.model_copy(update={"disk_mb": None}), notice=None)
     return record, provider
+
+
+def _trust(request: SandboxRequest, existing: SessionRecord | None, previous: SessionRecord | None) -> Trust:
+    if "trust" in request.model_fields_set:
+        return request.trust
+    if existing is not None:
+        return existing.trust
+    if previous is not None and not previous.forgotten:
+        return stricter(previous.trust, request.trust)
+    return request.trust
+
+
+def _kept_network(existing: SessionRecord | None, trust: Trust) -> Network | None:
+    """Return the network that a session keeps. One that is trusted less than before gets that of its new trust."""
+    if existing is None or stricter(existing.trust, trust) != existing.trust:
+        return None
+    return existing.network
+
+
+def _kept_level(existing: SessionRecord | None, trust: Trust) -> int:
+    """Return the least isolation of a session that has run before. Only a request with a higher trust lowers it."""
+    if existing is None or stricter(existing.trust, trust) != trust:
+        return 0
+    return existing.isolation_level
 
 
 def _needs(request: SandboxRequest, existing: SessionRecord | None) -> list[Capability]:

@@ -380,8 +380,16 @@ class Sessions:
         if box is not None:
             await self._live.end(box, self._attachments)
             record = replace(record, last_activity_at=max(box.last_activity, record.last_activity_at))
-        elif here and record.handle is not None and (provider := self._providers.get(record.provider)) is not None:
-            await provider.remove(record.handle)
+        elif here and record.handle is not None:
+            provider = self._providers.get(record.provider)
+            if provider is None:
+                log.warning(
+                    "sandbox %s may still run: its provider '%s' is not on this server any more",
+                    record.id,
+                    record.provider,
+                )
+            else:
+                await provider.remove(record.handle)
         if record.ephemeral:
             if harvest is not None:
                 await harvest(self._workspaces.path(record))

@@ -90,7 +90,14 @@ class Starting:
         node = self._leases.node
         request = await self._templates.fill(caller, request, previous)
         record, provider = new_record(
-            request, existing, key, self._settings, self._providers, node, host_memory_mb=self._host_memory_mb
+            request,
+            existing,
+            key,
+            self._settings,
+            self._providers,
+            node,
+            host_memory_mb=self._host_memory_mb,
+            previous=previous,
         )
         record = replace(record, acts_for=acts_for)
         plan = await self._attachments.plan(LaunchPlan(caller, request, record, previous, provider))

@@ -44,7 +44,7 @@ def body(request: ContainerRequest) -> dict[str, Any]:
     labels = {INSTANCE: request.instance, SANDBOX: launch.id}
     return {
         "Image": request.image,
-        "Entrypoint": bundle.command(control_directory.FACTS),
+        "Entrypoint": bundle.command(control_directory.REPORT),
         "Cmd": [],
         "Env": [],
         "User": "0:0",

@@ -14,7 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Coroutine, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -25,7 +25,7 @@ from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.providers import bundle, foreign_processes
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
 from carrel.providers.bundle import SupervisorBundle
-from carrel.providers.control_directory import ControlDirectory, facts_of, report_of
+from carrel.providers.control_directory import ControlDirectory, facts_of, waiting_supervisor
 from carrel.providers.docker import containers, roots
 from carrel.providers.docker.engine import Engine, EngineRefusal, probe
 from carrel.providers.zygote_provider import number
@@ -134,10 +134,10 @@ class DockerProvider(Provider):
         self._starting.add(launch.id)
         try:
             await asyncio.to_thread(control.remove)  # of a start that was killed
-            await asyncio.to_thread(control.create, facts)
+            await asyncio.to_thread(control.create)
             if egress:
                 self._egress[launch.id] = control.listen_for_egress()
-            pid = await self._run(request, control)
+            pid = await self._run(request, control, facts)
             started = cgroups.start_time(pid)
             if not started:
                 raise PlatformError(f"sandbox {launch.id} ended as soon as it had started")
@@ -184,18 +184,21 @@ class DockerProvider(Provider):
             roots.host_directories(), pips, made.own_files, launchers.MAIN_PLACE
         )
 
-    async def _run(self, request: containers.ContainerRequest, control: ControlDirectory) -> int:
+    async def _run(
+        self, request: containers.ContainerRequest, control: ControlDirectory, facts: Mapping[str, Any]
+    ) -> int:
         """Create and start a container; return the PID of its supervisor once that is ready."""
         name = self._name(request.launch.id)
-        with control.await_report() as report:
+        with control.listen_for_supervisor() as listener:
             try:
                 await _to_its_end(self._engine.post("/containers/create", containers.body(request), name=name))
                 await _to_its_end(self._engine.post(f"/containers/{name}/start"))
             except EngineRefusal as refusal:
                 raise PlatformError(f"sandbox {request.launch.id} could not be started: {refusal.detail}") from refusal
-            await report_of(report, self._end_of(name))
-        state = (await self._engine.get(f"/containers/{name}/json") or {}).get("State", {})
-        return int(state.get("Pid") or 0)
+            supervisor = await waiting_supervisor(listener, self._end_of(name))
+        with closing(supervisor):
+            await supervisor.begin(facts)
+            return supervisor.pid
 
     async def _end_of(self, name: str) -> str:
         """Wait until a container has ended; return what it said."""

@@ -20,6 +20,7 @@ from carrel.primitives.kernel_files import read_if_there
 OVERHEAD_MB = 128
 """What gVisor itself may use besides the memory of the sandbox."""
 _DEADLINE_S = 30.0
+_GOFER = b"runsc-gofer\0"
 
 
 class GvisorGroups:
@@ -28,7 +29,7 @@ class GvisorGroups:
     def __init__(self) -> None:
         self._own: Cgroups | None = None
 
-    def make(self, id: str, memory_mb: int | None, cpus: float | None) -> list[str]:
+    def make(self, id: str, memory_mb: int | None) -> list[str]:
         """Make the groups of a sandbox; return the files by which its first process enters them.
 
         Raises `PlatformError`.
@@ -38,8 +39,14 @@ class GvisorGroups:
         if "memory" not in self._own.controllers:
             raise PlatformError("no cgroup for memory can be made", hint="run `carrel doctor`")
         self._own.make(id).close()
-        self._own.limit(id, None if memory_mb is None else memory_mb + OVERHEAD_MB, cpus)
+        self._own.limit(id, None if memory_mb is None else memory_mb + OVERHEAD_MB, None)
         return [f"{group}/{'cgroup.procs' if version == 2 else 'tasks'}" for group, version in find(id)]
+
+    def limit_cpus(self, id: str, cpus: float) -> None:
+        """Limit the processors of a sandbox whose groups this object has made. Raises `PlatformError`."""
+        if self._own is None:
+            raise PlatformError(f"sandbox {id} has no group of this server")
+        self._own.limit(id, None, cpus)
 
     def end(self, id: str) -> None:
         """Kill every process of a sandbox and remove its groups. Raises `PlatformError` if that takes too long."""
@@ -77,6 +84,15 @@ def find(id: str) -> Iterator[tuple[str, int]]:
 def processes(group: str) -> list[int]:
     """Return the processes in a group."""
     return [int(line) for line in read_if_there(f"{group}/cgroup.procs", 1 << 20).split()]
+
+
+def gofer(id: str) -> int:
+    """Return the process that serves files to a sandbox. Raises `PlatformError`."""
+    for group, _ in find(id):
+        for pid in processes(group):
+            if read_if_there(f"/proc/{pid}/cmdline", 4096).startswith(_GOFER):
+                return pid
+    raise PlatformError(f"sandbox {id} has no process that serves files; it has ended")
 
 
 def usage(id: str) -> dict[str, int]:

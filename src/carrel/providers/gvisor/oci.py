@@ -10,7 +10,13 @@ from carrel.isolation.rootfs import SANDBOX_UID
 
 VERSION = "1.0.2"
 CGROUPS = "/sys/fs/cgroup"
-_CAPABILITIES = ["CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID"]
+LATE = f"{inside.CONTROL}/private/late"
+"""Where the workspace is mounted, at its usual path below, when the owner of a sandbox is known.
+
+The agent cannot enter the directory above it. That matters even when it is unmounted: the process that serves files
+still has it there, and shows it as part of that directory.
+"""
+_CAPABILITIES = ["CAP_SETGID", "CAP_SETPCAP", "CAP_SETUID", "CAP_SYS_ADMIN"]
 _PRIVATE = ["nosuid", "nodev"]
 FLAGS = (
     *("--network=none", "--ignore-cgroups", "--directfs=false", "--overlay2=none", "--host-uds=all"),
@@ -27,14 +33,14 @@ open no file of the host. That process also keeps the names that masks cover.
 class GvisorSpec:
     """What the configuration depends on: directories of the host, the command of PID 1, and the memory of the sandbox.
 
-    `control` is the directory that the supervisor shares with the server, `workspace` the files of the agent with the
-    masks in them, `secrets` the memory file system for secrets. `environments` is empty if the server shares none.
+    `control` is the directory that the supervisor shares with the server, `late` the one that the workspace is mounted
+    in later, `secrets` the memory file system for secrets. `environments` is empty if the server shares none.
     """
 
     id: str
     root: str
     control: str
-    workspace: str
+    late: str
     secrets: str
     command: tuple[str, ...]
     environments: str = ""
@@ -44,7 +50,8 @@ class GvisorSpec:
 def configuration(spec: GvisorSpec) -> dict[str, Any]:
     """Return `config.json` of the bundle.
 
-    PID 1 starts as root of the sandbox with the three capabilities that it needs to become the agent. It keeps none.
+    PID 1 starts as root of the sandbox with the capabilities that it needs to mount the workspace at its place and to
+    become the agent. It keeps none.
     """
     scratch = max(16, min(512, (spec.memory_mb or 1024) // 4))
     mounts = [
@@ -55,7 +62,7 @@ def configuration(spec: GvisorSpec) -> dict[str, Any]:
         {"destination": CGROUPS, "type": "cgroup", "source": "cgroup", "options": [*_PRIVATE, "noexec"]},
         _bind(spec.control, inside.CONTROL, "rw", "noexec"),
         _bind(spec.secrets, inside.SECRETS, "ro", "noexec"),
-        _bind(spec.workspace, inside.WORKSPACE, "rw"),
+        _bind(spec.late, LATE, "rw"),
     ]
     if spec.environments:
         mounts.append(_bind(spec.environments, inside.ENVIRONMENTS, "ro"))

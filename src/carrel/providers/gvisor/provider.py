@@ -14,20 +14,23 @@ import os
 import secrets
 import stat
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from carrel.errors import PlatformError, Unsupported
-from carrel.isolation import inside, masks, probe
+from carrel.isolation import inside, late_masks, late_mounts, masks, probe
 from carrel.isolation.cgroups import start_time
 from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.isolation.staging import StagedMount, StageOrder
+from carrel.models import Network
 from carrel.primitives.atomic import write_file
 from carrel.primitives.trees import remove_tree
 from carrel.providers import bundle, foreign_processes
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, RootImage
-from carrel.providers.control_directory import FACTS, ControlDirectory, facts_of, report_of
+from carrel.providers.control_directory import REPORT, ControlDirectory, WaitingSupervisor, facts_of, waiting_supervisor
 from carrel.providers.gvisor import base_root, groups, oci, runsc
 from carrel.providers.gvisor.base_root import BaseRoot
 from carrel.providers.gvisor.groups import GvisorGroups
@@ -36,7 +39,7 @@ from carrel.providers.gvisor.stagers import Stagers
 
 _SANDBOXES, _ROOTS = "gvisor", "gvisor-roots"
 _CONTROL, _ROOT, _COVERS, _STATE, _CONFIG, _PID, _SOCKET = "c", "root", "covers", "state", "config.json", "pid", "s"
-_ORDER, _MASKS = "order.json", "masks"
+_ORDER, _MASKS, _LATE = "order.json", "masks", "late"
 _LIMITS = ("RLIMIT_NOFILE", "RLIMIT_FSIZE")
 
 
@@ -69,6 +72,8 @@ class GvisorProvider(Provider):
         self._images = images
         self._groups = GvisorGroups()
         self._stagers = Stagers()
+        self._waiting: dict[str, WaitingSupervisor] = {}
+        """The supervisors of slots that nobody has claimed."""
         self._preparing: asyncio.Future[tuple[BaseRoot, bundle.SupervisorBundle]] | None = None
 
     @cached_property
@@ -142,15 +147,38 @@ class GvisorProvider(Provider):
                 remove_tree(os.path.join(self._roots, name))
 
     async def start(self, launch: Launch) -> Handle:
+        self._check(launch)
+        slot = await self.start_slot(replace(self._slot_for(launch), id=launch.id))
+        return await self.claim(slot, launch)
+
+    def _check(self, launch: Launch) -> None:
         self.require(NETWORK_CAPABILITY[launch.network])
         _refuse(launch)
         if launch.image is not None:
             self.require(Capability.IMAGES)
+
+    def slot_for(self, launch: Launch) -> Launch | None:
+        return None if launch.folder is not None else self._slot_for(launch)
+
+    def _slot_for(self, launch: Launch) -> Launch:
+        """Return what is fixed when gVisor starts: the root with its masks, and the sizes of memory file systems."""
+        return Launch(
+            id="",
+            workspace="",
+            network=Network.NONE,
+            memory_mb=launch.memory_mb,
+            masks=None if launch.masks is None else launch.masks.of_root(),
+            trust=launch.trust and launch.image is not None,
+            image=launch.image,
+        )
+
+    async def start_slot(self, launch: Launch) -> Handle:
+        self._check(launch)
         base, made = await self._prepared()
         await self.remove({"id": launch.id})  # a start that was killed may have left something
         started = False
         try:
-            handle = await self._start(launch, base, made)
+            handle = await self._start_slot(launch, base, made)
             started = True
         except OSError as error:
             raise PlatformError(f"the gVisor sandbox could not be started: {error}") from error
@@ -159,45 +187,90 @@ class GvisorProvider(Provider):
                 await asyncio.shield(self.remove({"id": launch.id}))
         return handle
 
-    async def _start(self, launch: Launch, base: BaseRoot, made: bundle.SupervisorBundle) -> Handle:
+    async def _start_slot(self, launch: Launch, base: BaseRoot, made: bundle.SupervisorBundle) -> Handle:
         place = self._place(launch.id)
         control = ControlDirectory(f"{place}/{_CONTROL}")
-        await asyncio.to_thread(self._write, launch, place, control, made)
+        await asyncio.to_thread(self._write, launch, place, control)
         order = await asyncio.to_thread(self._order, launch, base, made, place, control)
-        report = control.await_report()
-        try:
-            await report_of(report, await self._stagers.start(order))
-        finally:
-            report.close()
-        pid = await _pid(f"{place}/{_PID}")
-        path = await asyncio.to_thread(_take_socket, control.socket_path, f"{place}/{_SOCKET}")
+        with control.listen_for_supervisor() as listener:
+            supervisor = await waiting_supervisor(listener, await self._stagers.start(order))
+        self._waiting[launch.id] = supervisor
+        pid, gofer = await _pid(f"{place}/{_PID}"), await asyncio.to_thread(groups.gofer, launch.id)
         self._stagers.prepare()
         return {
             "provider": self.name,
             "id": launch.id,
-            "socket": path,
+            "socket": "",
             "pid": pid,
             "start_time": start_time(pid),
+            "gofer": gofer,
+            "gofer_start_time": start_time(gofer),
         }
 
-    def _write(self, launch: Launch, place: str, control: ControlDirectory, made: bundle.SupervisorBundle) -> None:
+    async def claim(self, slot: Handle, launch: Launch) -> Handle:
+        id = str(slot["id"])
+        claimed = False
+        try:
+            self._check(launch)
+            handle = await self._claim(id, slot, launch)
+            claimed = True
+        except OSError as error:
+            raise PlatformError(f"the gVisor sandbox could not be started: {error}") from error
+        finally:
+            if not claimed:
+                await asyncio.shield(self.remove(slot))
+        return handle
+
+    async def _claim(self, id: str, slot: Handle, launch: Launch) -> Handle:
+        place = self._place(id)
+        supervisor = self._waiting.pop(id, None)
+        if supervisor is None:
+            raise PlatformError(f"'{id}' is not a slot of this server")
+        with contextlib.closing(supervisor):
+            await asyncio.to_thread(self._attach, id, slot, launch)
+            await supervisor.begin(_facts(id, launch))
+        socket = ControlDirectory(f"{place}/{_CONTROL}").socket_path
+        return {
+            "provider": self.name,
+            "id": id,
+            "socket": await asyncio.to_thread(_take_socket, socket, f"{place}/{_SOCKET}"),
+            "pid": slot["pid"],
+            "start_time": slot["start_time"],
+            "egress": launch.network.proxied,
+        }
+
+    def _attach(self, id: str, slot: Handle, launch: Launch) -> None:
+        """Give a slot the workspace and the limits of its owner. The process that serves files sees later mounts."""
+        if launch.cpus is not None:
+            self._groups.limit_cpus(id, launch.cpus)
+        gofer, started = slot.get("gofer"), slot.get("gofer_start_time")
+        if not isinstance(gofer, int) or not isinstance(started, int):
+            raise PlatformError(f"'{id}' is not a slot")
+        tree = late_mounts.open_directory(launch.workspace)
+        try:
+            with late_mounts.Sandbox(gofer, started) as sandbox:
+                sandbox.mount([late_mounts.LateMount(tree, oci.LATE + inside.WORKSPACE)])
+                if launch.masks is not None and (masks := launch.masks.of_workspace()) is not None:
+                    late_masks.cover(sandbox, oci.LATE, masks)
+        finally:
+            os.close(tree)
+
+    def _write(self, launch: Launch, place: str, control: ControlDirectory) -> None:
         os.mkdir(place, 0o700)
-        for name in (_ROOT, _COVERS, _STATE):
-            os.mkdir(f"{place}/{name}", 0o755)
-        facts = facts_of(launch, uid=SANDBOX_UID, gid=SANDBOX_UID, secrets=True, user="agent")
-        facts["watch_memory"] = True
-        # The others are budgets of the host's kernel, which this sandbox does not use; gVisor refuses to set them.
-        facts["limits"] = {name: facts["limits"][name] for name in _LIMITS if name in facts["limits"]}
-        if launch.processes is not None:
-            facts["kernel_files"] = {oci.tasks_file(launch.id): str(launch.processes)}
-        control.create(facts)
+        late = f"{place}/{_LATE}"
+        for path in (f"{place}/{_ROOT}", f"{place}/{_COVERS}", f"{place}/{_STATE}", late):
+            os.mkdir(path, 0o755)
+        for below in (inside.WORKSPACE, late_masks.COVERS):
+            os.mkdir(late + below, 0o755)
+        control.create()
+        os.mkdir(f"{control.path}/private/{os.path.basename(oci.LATE)}", 0o700)
         spec = oci.GvisorSpec(
             id=launch.id,
             root=f"{place}/{_ROOT}",
             control=control.path,
-            workspace=f"{place}/{_ROOT}{inside.WORKSPACE}",
+            late=late,
             secrets=f"{control.path}/private/secrets",
-            command=tuple(bundle.command(FACTS)),
+            command=tuple(bundle.command(REPORT)),
             environments=self._shared.get(inside.ENVIRONMENTS, ""),
             memory_mb=launch.memory_mb,
         )
@@ -213,19 +286,19 @@ class GvisorProvider(Provider):
         image = launch.image
         if image is not None:
             _check_image(image, self._images)
-        own = (StagedMount(made.path, inside.BUNDLE), StagedMount(launch.workspace, inside.WORKSPACE, writable=True))
+        own = StagedMount(made.path, inside.BUNDLE)
         path = image.environment.get("PATH", "").split(":")[:64] if image is not None else []
         order = StageOrder(
             root=f"{place}/{_ROOT}",
             layers=[base.root] if image is None else base.layers(image.directory, trust=launch.trust),
-            mounts=(*(base.mounts if image is None else base.tools), *own),
+            mounts=(*(base.mounts if image is None else base.tools), own),
             covers=f"{place}/{_COVERS}",
             secrets=f"{control.path}/private/secrets",
             owner=SANDBOX_UID,
             program=oci.command(
                 program, f"{place}/{_STATE}", self._options.platform, place, f"{place}/{_PID}", launch.id
             ),
-            groups=self._groups.make(launch.id, launch.memory_mb, launch.cpus),
+            groups=self._groups.make(launch.id, launch.memory_mb),
             masks=_write_masks(launch, f"{place}/{_MASKS}"),
             path=[folder for folder in path if folder.startswith("/")],
         )
@@ -249,13 +322,15 @@ class GvisorProvider(Provider):
 
     async def remove(self, handle: Handle) -> None:
         id = str(handle["id"])
+        if (supervisor := self._waiting.pop(id, None)) is not None:
+            supervisor.close()
         await asyncio.to_thread(self._groups.end, id)
         await asyncio.to_thread(remove_tree, self._place(id))
 
     async def way_out(self, handle: Handle) -> int | None:
-        control = ControlDirectory(f"{self._place(str(handle['id']))}/{_CONTROL}")
-        if not await asyncio.to_thread(_is_governed, control):
+        if not handle.get("egress"):
             return None
+        control = ControlDirectory(f"{self._place(str(handle['id']))}/{_CONTROL}")
         listener = await asyncio.to_thread(control.listen_for_egress)
         return listener.detach()
 
@@ -266,6 +341,8 @@ class GvisorProvider(Provider):
         return (await asyncio.to_thread(groups.usage, str(handle["id"]))).get("memory_bytes")
 
     async def close(self) -> None:
+        for id in list(self._waiting):
+            await self.remove({"id": id})
         if self._preparing is not None:
             await asyncio.gather(self._preparing, return_exceptions=True)
             if not self._preparing.cancelled() and self._preparing.exception() is None:
@@ -274,6 +351,18 @@ class GvisorProvider(Provider):
                     await asyncio.to_thread(remove_tree, base.place)
         await self._stagers.close()
         self._groups.close()
+
+
+def _facts(id: str, launch: Launch) -> dict[str, Any]:
+    """Return the facts for the supervisor of a sandbox. `id` is that of its slot."""
+    facts = facts_of(launch, uid=SANDBOX_UID, gid=SANDBOX_UID, secrets=True, user="agent")
+    facts |= {"watch_memory": True, "late": oci.LATE}
+    # The others are budgets of the host's kernel, which this sandbox does not use; gVisor refuses to set them.
+    facts["limits"] = {name: facts["limits"][name] for name in _LIMITS if name in facts["limits"]}
+    if launch.processes is not None:
+        facts["kernel_files"] = {oci.tasks_file(id): str(launch.processes)}
+        facts["limits"]["RLIMIT_NPROC"] = launch.processes  # not enforced, but shown, and the supervisor goes by it
+    return facts
 
 
 def _refuse(launch: Launch) -> None:
@@ -322,12 +411,3 @@ def _take_socket(source: str, target: str) -> str:
     if not stat.S_ISSOCK(os.lstat(target).st_mode):
         raise PlatformError("the supervisor's socket is not a socket")
     return target
-
-
-def _is_governed(control: ControlDirectory) -> bool:
-    """Whether the sandbox of this directory has an allow list."""
-    try:
-        facts = json.loads(Path(f"{control.path}/private/{os.path.basename(FACTS)}").read_bytes())
-    except (OSError, ValueError):
-        return False
-    return bool(facts.get("network") == "allowlist")

@@ -1,0 +1,154 @@
+"""The known gaps of each provider, each with its reason. The tests and `docs/reference/providers.md` read them here.
+
+Users read the reasons: write plain English. A gap that is closed is deleted here, or the tests fail.
+"""
+
+from __future__ import annotations
+
+from carrel.providers.base import Capability
+
+NEVER: dict[str, dict[Capability, str]] = {
+    "namespace": {},
+    "docker": {
+        Capability.FOLDERS: "the identity of a folder cannot be given to the daemon, only its path",
+        Capability.IMAGE_BUILDS: "images are built with the provider `namespace`",
+        Capability.MASKS: "Docker mounts paths by name when a container starts, so a path can be replaced before",
+        Capability.NETWORK_BRIDGE: "a container has no network but the egress proxy",
+        Capability.NETWORK_HOST: "a container has no network but the egress proxy",
+    },
+    "gvisor": {
+        Capability.FOLDERS: "a folder of the host cannot be served in place",
+        Capability.IMAGE_BUILDS: "images are built with the provider `namespace`",
+        Capability.NETWORK_BRIDGE: "a sandbox has no network but the egress proxy",
+        Capability.NETWORK_HOST: "a sandbox has no network but the egress proxy",
+    },
+    "process": {
+        **dict.fromkeys(
+            (
+                Capability.FILE_ISOLATION,
+                Capability.PROCESS_ISOLATION,
+                Capability.LIMIT_CPUS,
+                Capability.LIMIT_MEMORY,
+                Capability.LIMIT_PROCESSES,
+                Capability.LIMIT_DISK,
+                Capability.NETWORK_NONE,
+                Capability.NETWORK_ALLOWLIST,
+                Capability.NETWORK_BRIDGE,
+                Capability.MASKS,
+            ),
+            "nothing isolates or limits a plain process",
+        ),
+        Capability.SECRETS: "every process of the same user could read them",
+        Capability.ENVIRONMENTS: "nothing is mounted for a plain process",
+        Capability.FOLDERS: "nothing protects the folder",
+        Capability.IMAGES: "a plain process runs on the root of the host",
+        Capability.IMAGE_BUILDS: "a plain process runs on the root of the host",
+    },
+}
+"""Capabilities that a provider does not promise on any host. Requests that need them are refused."""
+
+_NO_ENVIRONMENTS = "only on a server, which shares its environments with sandboxes"
+_NO_DIRECTORY = "only on a server, which has a directory for images"
+_NO_CPU = "only with a cgroup that has the controller `cpu`"
+SOMETIMES: dict[str, dict[Capability, str]] = {
+    "namespace": {
+        Capability.ENVIRONMENTS: _NO_ENVIRONMENTS,
+        Capability.FOLDERS: "only below the roots that the operator lists",
+        Capability.IMAGES: "only on a server, which has a directory for images, where the kernel has overlay mounts",
+        Capability.IMAGE_BUILDS: "as for images",
+        Capability.LIMIT_CPUS: _NO_CPU,
+        Capability.NETWORK_BRIDGE: "only where `slirp4netns` is installed and /dev/net/tun can be opened",
+    },
+    "docker": {
+        Capability.ENVIRONMENTS: _NO_ENVIRONMENTS,
+        Capability.IMAGES: _NO_DIRECTORY,
+        Capability.LIMIT_CPUS: "only where the daemon can limit them",
+        Capability.LIMIT_MEMORY: "only where the daemon can limit it",
+        Capability.LIMIT_PROCESSES: "only where the daemon can limit them",
+    },
+    "gvisor": {
+        Capability.ENVIRONMENTS: _NO_ENVIRONMENTS,
+        Capability.IMAGES: "only on a server, which has a directory for images, where the kernel has overlay mounts",
+        Capability.LIMIT_CPUS: _NO_CPU,
+    },
+    "process": {},
+}
+"""Capabilities that a provider promises only where the host, or the server, has what they need."""
+
+ATTACKED: dict[str, tuple[str, ...]] = {
+    "docker": ("test_privileges", "test_mounts", "test_network", "test_processes"),
+    "gvisor": ("test_host_files", "test_secrets"),
+}
+"""Modules of `tests/security` whose attacks are made in a provider in every run of the tests. In `namespace` all are;
+in gVisor all are with `--on-gvisor`.
+"""
+
+_OWN_KERNEL = "what it reaches belongs to gVisor's kernel, which only this sandbox has"
+_NOT_SHOWN = "gVisor does not show these options of mounts; it enforces them"
+_NO_FILTER = "there is no filter inside; gVisor's kernel has one of its own on the host"
+_NO_PROCESS = "it is judged by processes on the host, and agents have none there; the provider's tests judge the end"
+_NO_FOLDERS = "a gVisor sandbox cannot work on a folder of the host"
+NOT_JUDGED: dict[str, dict[str, str]] = {
+    "namespace": {},
+    "docker": {
+        "test_mount_propagation": "mounts that the daemon makes in its own directories would appear in the root",
+        "test_mounts_are_confined": "mounts lack nosuid and nodev: no_new_privs and the device cgroup hold instead",
+        "test_devices_in_sight": "there is a /dev/mqueue, of the container's own",
+        "test_sys": "there is an empty directory /sys/fs",
+        "test_control_socket_in_sight": (
+            "the name of the supervisor's socket is visible; nobody inside may connect to it"
+        ),
+    },
+    "gvisor": {
+        "test_a_folder_with_mounts_shows_what_is_mounted": _NO_FOLDERS,
+        "test_a_mount_inside_is_not_seen_outside": _NO_FOLDERS,
+        "test_a_new_repository_that_can_run_nothing_stays": _NO_FOLDERS,
+        "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
+        "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",
+        "test_daemon_after_a_deadline": _NO_PROCESS,
+        "test_daemon_after_kill": _NO_PROCESS,
+        "test_daemon_after_terminate": _NO_PROCESS,
+        "test_descriptors_of_runners": "the numbers of descriptors are shown; none can be opened",
+        "test_devices_in_sight": _OWN_KERNEL,
+        "test_filter_can_be_lifted": _NO_FILTER,
+        "test_fork_storm_at_the_end": _NO_PROCESS,
+        "test_homes_of_other_contexts": _NO_FOLDERS,
+        "test_inodes_in_tmp": "files of /tmp are memory of gVisor's kernel, and count towards the limit of the sandbox",
+        "test_kernel_log": _OWN_KERNEL,
+        "test_keyrings": _OWN_KERNEL,
+        "test_limits_of_the_supervisor": (
+            "an agent can lower the limits of its supervisor, and so end its own sandbox: gVisor protects other users only"
+        ),
+        "test_links_out_of_the_folder_lead_nowhere": _NO_FOLDERS,
+        "test_mounts_are_confined": _NOT_SHOWN,
+        "test_netlink_families": _OWN_KERNEL,
+        "test_new_namespaces": _OWN_KERNEL,
+        "test_new_namespaces_by_clone": _OWN_KERNEL,
+        "test_new_privileges": _NO_FILTER,
+        "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
+        "test_priority": _OWN_KERNEL,
+        "test_protected_paths_of_a_repository": _NO_FOLDERS,
+        "test_protected_paths_that_the_owner_replaces": _NO_FOLDERS,
+        "test_raise_limits": "processes are limited by a cgroup of gVisor's kernel, not by this limit",
+        "test_release_agent": _OWN_KERNEL,
+        "test_run_from_there": _NOT_SHOWN,
+        "test_same_user_on_the_host": "agents have no process of their own on the host",
+        "test_set_id_bits": _NO_FOLDERS,
+        "test_shared_memory_counts_towards_the_limit": (
+            "it does count, and the sandbox ends: no process of the sandbox can be found that has it"
+        ),
+        "test_signals_to_pid_1": "an agent can end its own sandbox: gVisor delivers signals to PID 1",
+        "test_stopped_processes": _NO_PROCESS,
+        "test_supervisor_killed_from_outside": _NO_PROCESS,
+        "test_sys": _OWN_KERNEL,
+        "test_terminal_after_hang_up": _NO_PROCESS,
+        "test_traced_processes": _NO_PROCESS,
+        "test_tunnel_device": _OWN_KERNEL,
+        "test_unshare_program": _OWN_KERNEL,
+        "test_what_is_planted_for_later_is_taken_away": _NO_FOLDERS,
+        "test_without_isolation_there_is_no_place": "it is about the process provider",
+    },
+}
+"""Attacks of `tests/security` that are not judged in a provider: they bring something, and it is no breach.
+`SECURITY.md` names what matters of them.
+"""
