@@ -12,7 +12,6 @@ NEVER: dict[str, dict[Capability, str]] = {
     "docker": {
         Capability.FOLDERS: "the identity of a folder cannot be given to the daemon, only its path",
         Capability.IMAGE_BUILDS: "images are built with the provider `namespace`",
-        Capability.MASKS: "Docker mounts paths by name when a container starts, so a path can be replaced before",
         Capability.NETWORK_BRIDGE: "a container has no network but the egress proxy",
         Capability.NETWORK_HOST: "a container has no network but the egress proxy",
     },
@@ -90,20 +89,13 @@ _NO_PROCESS = "it is judged by processes on the host, and agents have none there
 _NO_FOLDERS = "a gVisor sandbox cannot work on a folder of the host"
 NOT_JUDGED: dict[str, dict[str, str]] = {
     "namespace": {},
-    "docker": {
-        "test_mount_propagation": "mounts that the daemon makes in its own directories would appear in the root",
-        "test_mounts_are_confined": "mounts lack nosuid and nodev: no_new_privs and the device cgroup hold instead",
-        "test_devices_in_sight": "there is a /dev/mqueue, of the container's own",
-        "test_sys": "there is an empty directory /sys/fs",
-        "test_control_socket_in_sight": (
-            "the name of the supervisor's socket is visible; nobody inside may connect to it"
-        ),
-    },
+    "docker": {},
     "gvisor": {
         "test_a_folder_with_mounts_shows_what_is_mounted": _NO_FOLDERS,
         "test_a_mount_inside_is_not_seen_outside": _NO_FOLDERS,
         "test_a_new_repository_that_can_run_nothing_stays": _NO_FOLDERS,
         "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
+        "test_budgets_that_nothing_divides_are_refused": _OWN_KERNEL,
         "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",
         "test_daemon_after_a_deadline": _NO_PROCESS,
         "test_daemon_after_kill": _NO_PROCESS,
@@ -125,6 +117,7 @@ NOT_JUDGED: dict[str, dict[str, str]] = {
         "test_new_namespaces": _OWN_KERNEL,
         "test_new_namespaces_by_clone": _OWN_KERNEL,
         "test_new_privileges": _NO_FILTER,
+        "test_one_sandbox_cannot_use_up_a_budget_of_others": _OWN_KERNEL,
         "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
         "test_priority": _OWN_KERNEL,
         "test_protected_paths_of_a_repository": _NO_FOLDERS,

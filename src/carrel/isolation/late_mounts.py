@@ -23,10 +23,13 @@ _PRIVATE = linux.MOUNT_ATTR_NOSUID | linux.MOUNT_ATTR_NODEV
 
 @dataclass(frozen=True)
 class LateMount:
-    """A detached mount, by its descriptor, and the path in the sandbox where it belongs."""
+    """A detached mount, by its descriptor, and the path in the sandbox where it belongs. If `shown_at` is given, it is
+    also mounted there, read-only.
+    """
 
     tree: int
     target: str
+    shown_at: str = ""
 
 
 def open_directory(path: str, *, read_only: bool = False) -> int:
@@ -89,6 +92,10 @@ class Sandbox:
             raise OSError(f"{target} is a link in this sandbox")
         return found
 
+    def enter(self) -> None:
+        """Enter the mounts of the sandbox with this thread, which must have a root of its own. It stays there."""
+        linux.enter_namespace(self._namespace)
+
     def act(self, work: Callable[[], None]) -> None:
         """Do work with the mounts of the sandbox. It must be system calls and nothing else: paths mean those of the
         sandbox, so an import would load code of its image.
@@ -98,7 +105,7 @@ class Sandbox:
         def enter_and_work() -> None:
             try:
                 linux.unshare(linux.CLONE_FS)  # its root and working directory are its own from now on
-                linux.enter_namespace(self._namespace)
+                self.enter()
                 work()
             except BaseException as error:
                 failures.append(error)
@@ -119,14 +126,24 @@ class Sandbox:
         self.act(mount_all)
 
     def _mount(self, each: LateMount) -> None:
-        try:
-            place = self.open(each.target)
+        self._move(each.tree, each.target)
+        if each.shown_at:
+            shown = linux.open_tree("", dir_fd=each.tree)
             try:
-                linux.move_mount(each.tree, place)
+                linux.set_mount_attributes(shown, linux.MOUNT_ATTR_RDONLY)
+                self._move(shown, each.shown_at)
+            finally:
+                os.close(shown)
+
+    def _move(self, tree: int, target: str) -> None:
+        try:
+            place = self.open(target)
+            try:
+                linux.move_mount(tree, place)
             finally:
                 os.close(place)
         except OSError as error:
-            raise OSError(error.errno, f"nothing can be mounted at {each.target}: {error.strerror or error}") from error
+            raise OSError(error.errno, f"nothing can be mounted at {target}: {error.strerror or error}") from error
 
     def close(self) -> None:
         os.close(self._root)

@@ -32,7 +32,7 @@ MOST_COVERS = 4096
 LARGEST_WALK = 1_000_000
 MOST_MADE, MOST_PLANS = 4 * MOST_COVERS, 64
 _SIZE = "size=256m,nr_inodes=32768,mode=0755"
-_NEEDED = ("/dev", "/proc", inside.SECRETS, "/sys", "/tmp", inside.HOME)
+_NEEDED = ("/dev", "/proc", inside.SECRETS, "/sys", "/tmp", inside.HOME, inside.BUNDLE, inside.CONTROL)
 _FILE, _DIRECTORY = "file", "directory"
 _ALL = 4096  # names: more than a path has
 Found = TypeVar("Found")

@@ -190,10 +190,12 @@ def take_workspace(facts: ProgramFacts) -> None:
 
 def _listen(path: str) -> socket.socket:
     """Listen for the server. The socket belongs to root, as the directory does, so the agent can neither connect to it
-    nor replace it.
+    nor replace it. The kernel shows everybody the name that it is bound to: so that is not the path.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    listener.bind(path)
+    os.chdir(os.path.dirname(path))
+    listener.bind(os.path.basename(path))
+    os.chdir("/")
     listener.listen(BACKLOG)
     return listener
 

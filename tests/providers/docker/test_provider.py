@@ -11,7 +11,7 @@ import pytest
 
 from carrel.errors import CarrelError, PlatformError, Unsupported
 from carrel.models import Network
-from carrel.providers.base import FolderMounts, HostMount, Masks, RootImage
+from carrel.providers.base import FolderMounts, HostMount, RootImage
 from carrel.providers.docker import DockerProvider
 from carrel.providers.docker.engine import Engine
 from carrel.testing import Harness, workspaces_in
@@ -46,14 +46,13 @@ async def objects(path: str) -> dict[str, list[object]]:
 @pytest.mark.parametrize(
     "more",
     [
-        {"masks": Masks(programs=("curl",))},
         {"folder": FolderMounts(HostMount("/a", "/a", (0, 0)), HostMount("/b", "/b", (0, 0)))},
         {"image": RootImage("/", (0, 0), writable=True)},
         {"image": RootImage("/", (0, 0), user="5:5")},
         {"network": Network.HOST},
         {"network": Network.BRIDGE},
     ],
-    ids=["masks", "folder", "writable root", "user", "host", "bridge"],
+    ids=["folder", "writable root", "user", "host", "bridge"],
 )
 async def test_what_is_not_promised_is_refused(harness, docker, more):
     with pytest.raises(Unsupported):

@@ -10,7 +10,8 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
@@ -62,12 +63,12 @@ class Engine:
             raise
         return True
 
-    async def import_image(self, archive: AsyncIterator[bytes], name: str, labels: Mapping[str, str]) -> None:
-        """Make an image of one layer from an uncompressed tar archive."""
+    async def import_image(self, archive: AsyncGenerator[bytes], name: str, labels: Mapping[str, str]) -> None:
+        """Make an image of one layer from an uncompressed tar archive, which is closed in any case."""
         changes = [("changes", f"LABEL {key}={json.dumps(value)}") for key, value in labels.items()]
-        repository, _, tag = name.partition(":")
-        query = [("fromSrc", "-"), ("repo", repository), ("tag", tag), *changes]
-        answer = await self._send("POST", "/images/create", query, archive, patience_s=IMPORT_S)
+        query = [("fromSrc", "-"), ("repo", name), *changes]  # podman would ignore a tag of its own
+        async with aclosing(archive):
+            answer = await self._send("POST", "/images/create", query, archive, patience_s=IMPORT_S)
         for line in answer.splitlines():  # a failure in the middle comes with status 200
             if line.strip() and (error := json.loads(line).get("error")):
                 raise PlatformError(f"the Docker daemon could not import a root file system: {error}"[:1000])
@@ -127,20 +128,35 @@ class Engine:
 
 def probe(path: str) -> dict[str, Any]:
     """Ask a daemon about itself. Raises `OSError` or `ValueError`. Blocking, for a second or two at most."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
-        connection.settimeout(PROBE_S)
-        connection.connect(path)
-        connection.sendall(b"GET /info HTTP/1.0\r\nHost: docker\r\n\r\n")
-        answer = bytearray()
-        while len(answer) < _MOST_ANSWER and (part := connection.recv(65536)):
-            answer += part
-    head, _, text = bytes(answer).partition(b"\r\n\r\n")
-    if head.split(b" ")[1:2] != [b"200"]:
+    status, text = _ask(path, "GET /info")
+    if status != b"200":
         raise ValueError(_message(text) or "it does not speak HTTP")
     found = json.loads(text)
     if not isinstance(found, dict):
         raise ValueError("its answer is not an object")  # noqa: TRY004 - not a mistake of the caller
     return found
+
+
+def changes_limits(path: str) -> bool:
+    """Whether a daemon can change the limits of a running container. Some versions of podman do not know the request;
+    others answer that there is no such container. Raises and blocks as `probe` does.
+    """
+    _, text = _ask(path, "POST /containers/carrel-none/update", b"{}")
+    return "no such container" in _message(text).lower() or "no container with" in _message(text).lower()
+
+
+def _ask(path: str, what: str, body: bytes = b"") -> tuple[bytes, bytes]:
+    """Make a request; return the status and the body of the answer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
+        connection.settimeout(PROBE_S)
+        connection.connect(path)
+        head = f"{what} HTTP/1.0\r\nHost: docker\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        answer = bytearray()
+        while len(answer) < _MOST_ANSWER and (part := connection.recv(65536)):
+            answer += part
+    first, _, text = bytes(answer).partition(b"\r\n\r\n")
+    return b"".join(first.split(b" ")[1:2]), text
 
 
 def _message(answer: bytes) -> str:

@@ -13,22 +13,27 @@ import json
 import os
 import socket
 import time
-from collections.abc import Coroutine, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import CarrelError, PlatformError, Unsupported
 from carrel.isolation import cgroups, launchers, seccomp, watchdog
 from carrel.isolation.inside import ENVIRONMENTS
+from carrel.isolation.late_mounts import Sandbox
 from carrel.isolation.rootfs import SANDBOX_UID
+from carrel.models import Network
 from carrel.providers import bundle, foreign_processes
-from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
+from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, RootImage
 from carrel.providers.bundle import SupervisorBundle
-from carrel.providers.control_directory import ControlDirectory, facts_of, waiting_supervisor
-from carrel.providers.docker import containers, roots
-from carrel.providers.docker.engine import Engine, EngineRefusal, probe
+from carrel.providers.control_directory import ControlDirectory, WaitingSupervisor, facts_of, waiting_supervisor
+from carrel.providers.docker import containers, late_parts, roots
+from carrel.providers.docker.engine import Engine, EngineRefusal, changes_limits, probe
+from carrel.providers.docker.masking import Masking
 from carrel.providers.zygote_provider import number
+from carrel.threads import run_to_end
 
 SOCKET = "/var/run/docker.sock"
 PROBED_FOR_S = 10.0
@@ -36,6 +41,7 @@ PROBED_FOR_S = 10.0
 REMOVAL_S = 60.0
 _FOLDER = "docker"
 _PAUSE_S = 0.05
+_MOST_FOLDERS = 64
 _MAPPED = ("name=userns", "name=rootless")
 _LIMITS = {
     Capability.LIMIT_MEMORY: "MemoryLimit",
@@ -43,6 +49,15 @@ _LIMITS = {
     Capability.LIMIT_CPUS: "CpuCfsQuota",
 }
 """Limits that a daemon may lack, and how it says so."""
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A container that waits for its owner: its supervisor, when that started, and what it was started with."""
+
+    supervisor: WaitingSupervisor
+    started: int
+    launch: Launch
 
 
 class DockerProvider(Provider):
@@ -73,7 +88,10 @@ class DockerProvider(Provider):
         self._bundle: SupervisorBundle | None = None
         self._bundling = asyncio.Lock()
         self._egress: dict[str, socket.socket] = {}
+        self._masking = Masking()
+        self._late_limits: bool | None = None
         self._starting: set[str] = set()
+        self._slots: dict[str, _Slot] = {}
         self._probed: tuple[float, str | None, dict[str, Any]] = (-PROBED_FOR_S, None, {})
 
     # what this host can do
@@ -88,6 +106,7 @@ class DockerProvider(Provider):
             Capability.LIMIT_DISK,
             Capability.NETWORK_NONE,
             Capability.NETWORK_ALLOWLIST,
+            Capability.MASKS,
             Capability.SECRETS,
             Capability.TERMINAL,
             Capability.SURVIVES_RESTART,
@@ -111,36 +130,41 @@ class DockerProvider(Provider):
     # sandboxes
 
     async def start(self, launch: Launch) -> Handle:
-        self.require(NETWORK_CAPABILITY[launch.network])
+        user = await self._user(launch)
+        limits = replace(_root_of(launch), memory_mb=launch.memory_mb, cpus=launch.cpus, processes=launch.processes)
+        return await self._claim(await self.start_slot(replace(limits, id=launch.id)), launch, user)
+
+    def slot_for(self, launch: Launch) -> Launch | None:
+        """See `Provider.slot_for`: a container has the root of its image from the start, and gets all else late."""
+        possible = launch.folder is None and (launch.image is None or not launch.image.writable)
+        return _root_of(launch) if possible and self._changes_limits() else None
+
+    def _changes_limits(self) -> bool:
+        """Whether the daemon can change the limits of a container, which a slot needs."""
+        if self._late_limits is None:
+            try:
+                self._late_limits = changes_limits(self._engine.path)
+            except (OSError, ValueError):
+                return False  # it does not answer now, but may later
+        return self._late_limits
+
+    async def start_slot(self, launch: Launch) -> Handle:
         self._refuse(launch)
-        image = launch.image
-        user = await asyncio.to_thread(roots.user_of, image) if image is not None else None
         made = await self._provide_bundle()
         await asyncio.to_thread(os.makedirs, self._folder, 0o711, exist_ok=True)
-        root = await (self._roots.of_host() if image is None else self._roots.of_image(image))
+        root = await (self._roots.of_host() if launch.image is None else self._roots.of_image(launch.image))
         control = self._control(launch.id)
-        egress = launch.network.proxied
-        facts = facts_of(
-            launch,
-            uid=SANDBOX_UID,
-            gid=SANDBOX_UID,
-            secrets=True,
-            user=user.name if user is not None and user.uid == SANDBOX_UID else "",
-            seccomp=seccomp.build(),
-        )
         request = containers.ContainerRequest(
-            launch, self._instance, root, made.path, control.path, self._volume(launch.id), self._mounts(launch, made)
+            launch, self._instance, root, made.path, control.path, self._mounts(launch, made)
         )
         self._starting.add(launch.id)
         try:
             await asyncio.to_thread(control.remove)  # of a start that was killed
             await asyncio.to_thread(control.create)
-            if egress:
-                self._egress[launch.id] = control.listen_for_egress()
-            pid = await self._run(request, control, facts)
-            started = cgroups.start_time(pid)
-            if not started:
-                raise PlatformError(f"sandbox {launch.id} ended as soon as it had started")
+            supervisor = await self._run(request, control)
+            started = cgroups.start_time(supervisor.pid)
+            slot = self._slots[launch.id] = _Slot(supervisor, started, launch)
+            await self._change_mounts(slot, late_parts.confine)
         except BaseException:
             await asyncio.shield(self._discard(launch.id))
             raise
@@ -150,15 +174,88 @@ class DockerProvider(Provider):
             "provider": self.name,
             "id": launch.id,
             "socket": control.socket_path,
-            "pid": pid,
+            "pid": supervisor.pid,
             "start_time": started,
-            "egress": egress,
+            "egress": False,
         }
+
+    async def claim(self, slot: Handle, launch: Launch) -> Handle:
+        try:
+            user = await self._user(launch)
+        except BaseException:
+            await asyncio.shield(self.remove(slot))
+            raise
+        return await self._claim(slot, launch, user)
+
+    async def _claim(self, handle: Handle, launch: Launch, user: str) -> Handle:
+        id = str(handle["id"])
+        try:
+            slot = self._slots.get(id)
+            if slot is None or _root_of(launch) != _root_of(slot.launch):
+                raise PlatformError(f"slot {id} cannot become sandbox {launch.id}")
+            await self._become(id, slot, launch, user)
+            del self._slots[id]
+            slot.supervisor.close()
+        except BaseException:
+            await asyncio.shield(self._discard(id))
+            raise
+        return {**handle, "egress": launch.network.proxied}
+
+    async def _become(self, id: str, slot: _Slot, launch: Launch, user: str) -> None:
+        """Give a container what belongs to its owner. Its supervisor becomes the agent with the facts, last of all."""
+        facts = facts_of(launch, uid=SANDBOX_UID, gid=SANDBOX_UID, secrets=True, user=user, seccomp=seccomp.build())
+        if launch.network.proxied:
+            self._egress[id] = self._control(id).listen_for_egress()
+        limiting = asyncio.ensure_future(self._limit(id, slot.launch, launch))  # meanwhile, it takes some milliseconds
+        try:
+            await self._change_mounts(slot, lambda box: late_parts.attach(box, launch.workspace, launch.memory_mb))
+            await self._mask(slot, launch)
+            await slot.supervisor.begin(facts)
+            await self._change_mounts(slot, late_parts.seal)
+            await limiting
+        finally:
+            limiting.cancel()
+            await asyncio.gather(limiting, return_exceptions=True)
+
+    async def _mask(self, slot: _Slot, launch: Launch) -> None:
+        if launch.masks is not None:
+            path = launch.image.environment.get("PATH", "").split(":")[:_MOST_FOLDERS] if launch.image else []
+            folders = [folder for folder in path if folder.startswith("/")]
+            await self._masking.apply(slot.supervisor.pid, slot.started, launch.masks, folders)
+
+    async def _limit(self, id: str, slot: Launch, launch: Launch) -> None:
+        """Have the daemon set the limits that a container was not created with. It tells systemd, which would undo
+        those that are written to cgroups behind its back.
+        """
+        limits = containers.limits(launch)
+        if limits != containers.limits(slot):
+            await self._engine.post(f"/containers/{self._name(id)}/update", limits)
+
+    async def _change_mounts(self, slot: _Slot, change: Callable[[Sandbox], None]) -> None:
+        def work() -> None:
+            with Sandbox(slot.supervisor.pid, slot.started) as sandbox:
+                change(sandbox)
+
+        try:
+            await run_to_end(work)
+        except ProcessLookupError:
+            raise PlatformError(f"container {self._name(slot.launch.id)} ended as soon as it had started") from None
+        except OSError as error:
+            raise PlatformError(
+                f"the mounts of container {self._name(slot.launch.id)} cannot be changed: {error}"
+            ) from error
+
+    async def _user(self, launch: Launch) -> str:
+        """Return the name of the agent in its image. Raises `Unsupported` for what cannot be a container."""
+        self._refuse(launch)
+        if launch.image is None:
+            return ""
+        user = await asyncio.to_thread(roots.user_of, launch.image)
+        return user.name if user.uid == SANDBOX_UID else ""
 
     def _refuse(self, launch: Launch) -> None:
         """Refuse what was not promised and would otherwise be dropped."""
-        if launch.masks is not None:
-            self.require(Capability.MASKS)
+        self.require(NETWORK_CAPABILITY[launch.network])
         if launch.folder is not None:
             self.require(Capability.FOLDERS)
         if launch.image is not None:
@@ -184,10 +281,8 @@ class DockerProvider(Provider):
             roots.host_directories(), pips, made.own_files, launchers.MAIN_PLACE
         )
 
-    async def _run(
-        self, request: containers.ContainerRequest, control: ControlDirectory, facts: Mapping[str, Any]
-    ) -> int:
-        """Create and start a container; return the PID of its supervisor once that is ready."""
+    async def _run(self, request: containers.ContainerRequest, control: ControlDirectory) -> WaitingSupervisor:
+        """Create and start a container; return its supervisor once that waits for its facts."""
         name = self._name(request.launch.id)
         with control.listen_for_supervisor() as listener:
             try:
@@ -195,10 +290,7 @@ class DockerProvider(Provider):
                 await _to_its_end(self._engine.post(f"/containers/{name}/start"))
             except EngineRefusal as refusal:
                 raise PlatformError(f"sandbox {request.launch.id} could not be started: {refusal.detail}") from refusal
-            supervisor = await waiting_supervisor(listener, self._end_of(name))
-        with closing(supervisor):
-            await supervisor.begin(facts)
-            return supervisor.pid
+            return await waiting_supervisor(listener, self._end_of(name))
 
     async def _end_of(self, name: str) -> str:
         """Wait until a container has ended; return what it said."""
@@ -233,8 +325,9 @@ class DockerProvider(Provider):
         """Remove whatever there is of a sandbox; return when nothing is left."""
         if (listener := self._egress.pop(id, None)) is not None:
             listener.close()
+        if (slot := self._slots.pop(id, None)) is not None:
+            slot.supervisor.close()
         await self._delete(f"/containers/{self._name(id)}", force="true", v="true")
-        await self._delete(f"/volumes/{self._volume(id)}", force="true")
         await asyncio.to_thread(self._control(id).remove)
 
     async def _delete(self, path: str, **query: str) -> None:
@@ -274,9 +367,12 @@ class DockerProvider(Provider):
             return 0
 
     async def close(self) -> None:
+        for id in list(self._slots):  # nobody can claim them any more
+            await self._discard(id)
         for listener in self._egress.values():
             listener.close()
         self._egress.clear()
+        await self._masking.close()
         await self._engine.close()
         with suppress(OSError):  # it has the control directories of sandboxes that go on
             os.rmdir(self._folder)
@@ -289,11 +385,14 @@ class DockerProvider(Provider):
     def _name(self, id: str) -> str:
         return f"carrel-{self._instance}-{self._key(id)}"
 
-    def _volume(self, id: str) -> str:
-        return f"{self._name(id)}-secrets"
-
     def _control(self, id: str) -> ControlDirectory:
         return ControlDirectory(os.path.join(self._folder, self._key(id)))
+
+
+def _root_of(launch: Launch) -> Launch:
+    """Return the launch of a container with the root of this one and nothing else."""
+    image = launch.image
+    return Launch("", "", Network.NONE, image=image and RootImage(image.directory, image.identity))
 
 
 async def _to_its_end(request: Coroutine[Any, Any, object]) -> None:

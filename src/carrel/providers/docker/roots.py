@@ -15,23 +15,31 @@ import os
 import stat
 import tarfile
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
-from queue import Queue
-from typing import IO, Any, cast
+from collections.abc import AsyncGenerator, Iterator
 
 from carrel.errors import PlatformError, Unsupported
-from carrel.isolation import image_root, image_user, rootfs
+from carrel.isolation import image_root, image_user, inside, rootfs
 from carrel.isolation.image_user import ImageUser
 from carrel.primitives.trees import remove_tree
 from carrel.providers.base import RootImage
 from carrel.providers.docker.engine import Engine, EngineRefusal
 
-REPOSITORY = "carrel-root"
+REPOSITORY = "localhost/carrel-root"
+"""With a host, so that no daemon looks for it in a registry."""
+FORMAT = 2
+"""Changes when the same root would be imported in another way."""
 DIRECTORY = "carrel.directory"
 """A label: the directory of the image in carrel's own storage."""
 _MOST_SKELETON = 256 << 20
-_CHUNKS = 16
+_CHUNK = 1 << 20
 _MOUNTED = (rootfs.Bind, rootfs.Device)
+_PLACES = tuple(
+    path[1:]
+    for path in ("/dev", "/proc", "/run", inside.SECRETS, "/sys", "/tmp", "/home", inside.HOME, inside.WORKSPACE)
+)
+"""Directories that every root has for mounts. Those of an image are left out: they could be links or files, which would
+lead a mount elsewhere.
+"""
 
 
 class DockerRoots:
@@ -56,7 +64,7 @@ class DockerRoots:
 
     async def of_image(self, image: RootImage) -> str:
         """Return the image of a root in carrel's storage. The first use imports it, which takes a while."""
-        key = hashlib.sha256(repr((image.directory, image.identity)).encode()).hexdigest()[:32]
+        key = hashlib.sha256(repr((FORMAT, image.directory, image.identity)).encode()).hexdigest()[:32]
         name = f"{REPOSITORY}:image-{key}"
         async with self._lock:
             if not await self._is_there(name):
@@ -134,58 +142,52 @@ def _walk(folder: str) -> Iterator[str]:
         yield from (os.path.join(place, name) for name in sorted((*names, *files)))
 
 
-async def _in_chunks(data: bytes) -> AsyncIterator[bytes]:
-    for start in range(0, len(data), 1 << 20):
-        yield data[start : start + (1 << 20)]
+async def _in_chunks(data: bytes) -> AsyncGenerator[bytes]:
+    for start in range(0, len(data), _CHUNK):
+        yield data[start : start + _CHUNK]
 
 
-async def _tree(directory: str) -> AsyncIterator[bytes]:
-    """Yield the archive of a root, with the owners that its files have in the image, while a thread makes it."""
-    chunks: Queue[bytes | BaseException | None] = Queue(_CHUNKS)
-    work = asyncio.ensure_future(asyncio.to_thread(_write_tree, directory, chunks.put))
+async def _tree(directory: str) -> AsyncGenerator[bytes]:
+    """Yield the archive of a root, with the owners that its files have in the image, while a thread makes it.
+
+    The thread writes to a pipe: whoever does not want the rest closes it, and so ends the thread.
+    """
+    reading, writing = os.pipe()
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(reading, "rb", 0))
+    work = asyncio.ensure_future(asyncio.to_thread(_write_tree, directory, writing))
     try:
-        while (chunk := await asyncio.to_thread(chunks.get)) is not None:
-            if isinstance(chunk, BaseException):
-                raise PlatformError(f"the root of an image cannot be read: {chunk}") from chunk
+        while chunk := await reader.read(_CHUNK):
             yield chunk
+        await work
+    except OSError as error:
+        raise PlatformError(f"the root of an image cannot be read: {error}") from error
     finally:
-        while not work.done():  # it may wait for room
-            if not chunks.empty():
-                chunks.get_nowait()
-            await asyncio.sleep(0.001)
+        pipe.close()
+        await asyncio.gather(work, return_exceptions=True)
 
 
-class _Chunks(io.RawIOBase):
-    """A file that passes on what is written to it."""
-
-    def __init__(self, put: Callable[[bytes], object]):
-        self._put = put
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._put(bytes(data))
-        return len(data)
-
-
-def _write_tree(directory: str, put: Callable[[bytes | BaseException | None], object]) -> None:
-    try:
-        file = io.BufferedWriter(_Chunks(put), 1 << 20)
-        with tarfile.open(fileobj=cast(IO[bytes], file), mode="w|", format=tarfile.PAX_FORMAT) as archive:
-            present = set()
-            for path in _walk(directory):
-                kind = os.lstat(path).st_mode
-                if stat.S_ISREG(kind) or stat.S_ISDIR(kind) or stat.S_ISLNK(kind):  # a container has its own devices
-                    name = os.path.relpath(path, directory)
-                    present.add(name)
-                    archive.add(path, name, recursive=False)
-            for path, text in image_root.FALLBACKS.items():
-                if path.lstrip("/") not in present:
-                    entry = tarfile.TarInfo(path.lstrip("/"))
-                    entry.size, entry.mode = len(text), 0o644
-                    archive.addfile(entry, io.BytesIO(text.encode()))
-        file.flush()
-        put(None)
-    except BaseException as error:
-        put(error)
+def _write_tree(directory: str, descriptor: int) -> None:
+    """Write the archive to a descriptor, and close it."""
+    with (
+        open(descriptor, "wb", buffering=_CHUNK) as file,
+        tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        present = set()
+        for name in _PLACES:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            archive.addfile(entry)
+        for path in _walk(directory):
+            name, kind = os.path.relpath(path, directory), os.lstat(path).st_mode
+            if name in _PLACES:
+                continue
+            if stat.S_ISREG(kind) or stat.S_ISDIR(kind) or stat.S_ISLNK(kind):  # a container has its own devices
+                present.add(name)
+                archive.add(path, name, recursive=False)
+        for path, text in image_root.FALLBACKS.items():
+            if path.lstrip("/") not in present:
+                entry = tarfile.TarInfo(path.lstrip("/"))
+                entry.size, entry.mode = len(text), 0o644
+                archive.addfile(entry, io.BytesIO(text.encode()))
