@@ -92,6 +92,8 @@ class _Fork:
         self._pipe, write_end = os.pipe()
         self._pid = os.fork()
         if self._pid == 0:
+            signal.set_wakeup_fd(-1)  # it belongs to the loop of the process that was forked
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             try:
                 linux.close_all_but({0, 1, 2, write_end})
                 os.write(write_end, _said())
@@ -120,10 +122,13 @@ class _Fork:
 
 
 def begin() -> None:
-    """Fork a process that finds out, for a caller that needs the findings later. Only for a process with one thread."""
+    """Fork a process that finds out, for a caller that needs the findings later. A process with several threads cannot
+    do that safely: there `host` starts a program.
+    """
     global _begun
     with _lock:
-        _begun = _begun or _Fork()
+        if _begun is None and threading.active_count() == 1:
+            _begun = _Fork()
 
 
 @cache
