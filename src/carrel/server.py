@@ -38,6 +38,7 @@ from carrel.providers.base import Provider
 from carrel.providers.bundle import SupervisorBundle, bundles_of, provide
 from carrel.providers.doctor import host_report
 from carrel.providers.gvisor.options import GvisorOptions
+from carrel.providers.microvm.options import MicrovmOptions
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes.doctor import disk_quota, retention
 
@@ -253,6 +254,7 @@ def local_host_report() -> HostReport:
             allow_process=False,
             docker=settings.docker.socket,
             gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
+            microvm=MicrovmOptions(**settings.microvm.model_dump()),
             bundles="/",
         )
     )

@@ -21,6 +21,7 @@ from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.providers.bundle import bundles_of
 from carrel.providers.gvisor.options import GvisorOptions
+from carrel.providers.microvm.options import MicrovmOptions
 from carrel.workspaces.environments import EnvironmentStorage
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes import VolumeDriver, open_driver
@@ -72,6 +73,7 @@ class HostParts:
                     docker=settings.docker.socket,
                     bundles=bundles_of(layout.data_dir),
                     gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
+                    microvm=MicrovmOptions(**settings.microvm.model_dump()),
                 )
             return cls(layout, driver, storage, images, providers)
         except BaseException:

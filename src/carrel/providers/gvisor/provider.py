@@ -20,24 +20,26 @@ from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError, Unsupported
-from carrel.isolation import inside, masks, probe
+from carrel.isolation import inside, probe, staging
 from carrel.isolation.cgroups import start_time
 from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.isolation.staging import StagedMount, StageOrder
 from carrel.primitives.atomic import write_file
 from carrel.primitives.trees import remove_tree
-from carrel.providers import bundle, foreign_processes
-from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, RootImage
+from carrel.providers import base_root, bundle, foreign_processes, groups, staged
+from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
+from carrel.providers.base_root import BaseRoot
 from carrel.providers.control_directory import REPORT, ControlDirectory, facts_of, waiting_supervisor
-from carrel.providers.gvisor import base_root, groups, oci, runsc
-from carrel.providers.gvisor.base_root import BaseRoot
-from carrel.providers.gvisor.groups import GvisorGroups
+from carrel.providers.groups import SandboxGroups
+from carrel.providers.gvisor import oci, runsc
 from carrel.providers.gvisor.options import GvisorOptions
-from carrel.providers.gvisor.stagers import Stagers
+from carrel.providers.stagers import Stagers
 
 _SANDBOXES, _ROOTS = "gvisor", "gvisor-roots"
 _CONTROL, _ROOT, _COVERS, _STATE, _CONFIG, _PID, _SOCKET = "c", "root", "covers", "state", "config.json", "pid", "s"
 _ORDER, _MASKS = "order.json", "masks"
+_OVERHEAD_MB = 128
+"""What gVisor itself may use besides the memory of the sandbox."""
 _LIMITS = ("RLIMIT_NOFILE", "RLIMIT_FSIZE")
 
 
@@ -68,8 +70,8 @@ class GvisorProvider(Provider):
         self._options = options
         self._bundles = bundles
         self._images = images
-        self._groups = GvisorGroups()
-        self._stagers = Stagers()
+        self._groups = SandboxGroups()
+        self._stagers = Stagers(staging.__name__, "runsc")
         self._preparing: asyncio.Future[tuple[BaseRoot, bundle.SupervisorBundle]] | None = None
 
     @cached_property
@@ -166,7 +168,7 @@ class GvisorProvider(Provider):
         await asyncio.to_thread(self._write, launch, place, control, made)
         order = await asyncio.to_thread(self._order, launch, base, made, place, control)
         with control.listen_for_supervisor() as listener:
-            supervisor = await waiting_supervisor(listener, await self._stagers.start(order))
+            supervisor = await waiting_supervisor(listener, (await self._stagers.start(order)).failure)
         with contextlib.closing(supervisor):
             await supervisor.begin(_facts(launch))
         pid = await _pid(f"{place}/{_PID}")
@@ -207,7 +209,7 @@ class GvisorProvider(Provider):
             raise PlatformError("runsc is gone", hint="run `carrel doctor`")
         image = launch.image
         if image is not None:
-            _check_image(image, self._images)
+            staged.check_image(image, self._images)
         own = (StagedMount(made.path, inside.BUNDLE), StagedMount(launch.workspace, inside.WORKSPACE, writable=True))
         path = image.environment.get("PATH", "").split(":")[:64] if image is not None else []
         order = StageOrder(
@@ -220,8 +222,10 @@ class GvisorProvider(Provider):
             program=oci.command(
                 program, f"{place}/{_STATE}", self._options.platform, place, f"{place}/{_PID}", launch.id
             ),
-            groups=self._groups.make(launch.id, launch.memory_mb, launch.cpus),
-            masks=_write_masks(launch, f"{place}/{_MASKS}"),
+            groups=self._groups.make(
+                launch.id, None if launch.memory_mb is None else launch.memory_mb + _OVERHEAD_MB, launch.cpus
+            ),
+            masks=staged.write_masks(launch.masks, f"{place}/{_MASKS}"),
             path=[folder for folder in path if folder.startswith("/")],
         )
         write_file(f"{place}/{_ORDER}", order.text().encode())
@@ -291,26 +295,6 @@ def _refuse(launch: Launch) -> None:
     for pattern in launch.masks.hidden if launch.masks is not None else ():
         if f"{pattern}/".startswith(("/proc/", "/dev/", "/sys/")):
             raise Unsupported(f"{pattern} cannot be hidden in a gVisor sandbox: it is made by gVisor", field="masks")
-
-
-def _check_image(image: RootImage, images: str) -> None:
-    """Check that the image is the directory that was meant, and that an overlay can name it."""
-    found = os.lstat(image.directory)
-    if (found.st_dev, found.st_ino) != tuple(image.identity):
-        raise PlatformError(f"the image {image.directory} was replaced")
-    if os.path.relpath(image.directory, images).startswith("..") or set(":,\\") & set(image.directory):
-        raise PlatformError(f"the image {image.directory} is not below {images}")
-
-
-def _write_masks(launch: Launch, path: str) -> str:
-    if launch.masks is None:
-        return ""
-    packed = masks.pack(launch.masks)
-    try:
-        write_file(path, masks.content(packed))
-    finally:
-        os.close(packed)
-    return path
 
 
 async def _pid(path: str) -> int:

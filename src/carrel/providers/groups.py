@@ -1,4 +1,4 @@
-"""The cgroups of gVisor sandboxes: limits, the processes in them, and their end.
+"""The cgroups of sandboxes that are programs of their own on the host: limits, their processes, and their end.
 
 A sandbox has several processes on the host, and all of them are in its group from the first moment. So the group, found
 by the id of the sandbox, is how a restarted server finds and ends whatever there is of it. Blocking, but short.
@@ -17,19 +17,18 @@ from carrel.isolation import cgroups
 from carrel.isolation.cgroups import Cgroups
 from carrel.primitives.kernel_files import read_if_there
 
-OVERHEAD_MB = 128
-"""What gVisor itself may use besides the memory of the sandbox."""
 _DEADLINE_S = 30.0
 
 
-class GvisorGroups:
+class SandboxGroups:
     """Makes the groups of this server, and finds those of every server of this host."""
 
     def __init__(self) -> None:
         self._own: Cgroups | None = None
 
     def make(self, id: str, memory_mb: int | None, cpus: float | None) -> list[str]:
-        """Make the groups of a sandbox; return the files by which its first process enters them.
+        """Make the groups of a sandbox; return the files by which its first process enters them. `memory_mb` includes
+        what the program itself uses.
 
         Raises `PlatformError`.
         """
@@ -38,7 +37,7 @@ class GvisorGroups:
         if "memory" not in self._own.controllers:
             raise PlatformError("no cgroup for memory can be made", hint="run `carrel doctor`")
         self._own.make(id).close()
-        self._own.limit(id, None if memory_mb is None else memory_mb + OVERHEAD_MB, cpus)
+        self._own.limit(id, memory_mb, cpus)
         return [f"{group}/{'cgroup.procs' if version == 2 else 'tasks'}" for group, version in find(id)]
 
     def end(self, id: str) -> None:
