@@ -121,6 +121,7 @@ def houses() -> Iterator[dict[str, House]]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--on-image", action="store_true", help="make every check and attack in sandboxes from an image")
     parser.addoption("--on-gvisor", action="store_true", help="make every check and attack in gVisor sandboxes")
+    parser.addoption("--on-microvm", action="store_true", help="make every check and attack in virtual machines")
 
 
 @pytest.fixture(scope="session")

@@ -351,8 +351,11 @@ class GvisorSettings(_Group):
 
 
 class MicrovmSettings(_Group):
-    """Virtual machines, the strongest provider."""
+    """Virtual machines, the strongest provider. A start takes longer than with others, so they are made on request."""
 
+    enabled: bool = Field(
+        default=False, description="offer the provider `microvm`; `auto` takes it before all others, as the strongest"
+    )
     qemu: str = Field(default="", description="path of `qemu-system-x86_64`; by default the one on `PATH`")
     virtiofsd: str = Field(
         default="", description="path of `virtiofsd`, which serves the files; by default the one of the distribution"

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import carrel
 from carrel.config import Settings, load
-from carrel.control.host import HostParts
+from carrel.control.host import HostParts, microvm_options
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.models import HostReport
 from carrel.primitives.atomic import write_file
@@ -38,7 +38,6 @@ from carrel.providers.base import Provider
 from carrel.providers.bundle import SupervisorBundle, bundles_of, provide
 from carrel.providers.doctor import host_report
 from carrel.providers.gvisor.options import GvisorOptions
-from carrel.providers.microvm.options import MicrovmOptions
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes.doctor import disk_quota, retention
 
@@ -254,7 +253,7 @@ def local_host_report() -> HostReport:
             allow_process=False,
             docker=settings.docker.socket,
             gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
-            microvm=MicrovmOptions(**settings.microvm.model_dump()),
+            microvm=microvm_options(settings.microvm),
             bundles="/",
         )
     )

@@ -22,6 +22,12 @@ NEVER: dict[str, dict[Capability, str]] = {
         Capability.NETWORK_BRIDGE: "a sandbox has no network but the egress proxy",
         Capability.NETWORK_HOST: "a sandbox has no network but the egress proxy",
     },
+    "microvm": {
+        Capability.FOLDERS: "a folder of the host cannot be served in place",
+        Capability.IMAGE_BUILDS: "images are built with the provider `namespace`",
+        Capability.NETWORK_BRIDGE: "a machine has no network device",
+        Capability.NETWORK_HOST: "a machine has no network device",
+    },
     "process": {
         **dict.fromkeys(
             (
@@ -71,6 +77,11 @@ SOMETIMES: dict[str, dict[Capability, str]] = {
         Capability.IMAGES: "only on a server, which has a directory for images, where the kernel has overlay mounts",
         Capability.LIMIT_CPUS: _NO_CPU,
     },
+    "microvm": {
+        Capability.ENVIRONMENTS: _NO_ENVIRONMENTS,
+        Capability.IMAGES: "only on a server, which has a directory for images, where the kernel has overlay mounts",
+        Capability.LIMIT_CPUS: _NO_CPU,
+    },
     "process": {},
 }
 """Capabilities that a provider promises only where the host, or the server, has what they need."""
@@ -78,9 +89,10 @@ SOMETIMES: dict[str, dict[Capability, str]] = {
 ATTACKED: dict[str, tuple[str, ...]] = {
     "docker": ("test_privileges", "test_mounts", "test_network", "test_processes"),
     "gvisor": ("test_host_files", "test_secrets"),
+    "microvm": (),
 }
 """Modules of `tests/security` whose attacks are made in a provider in every run of the tests. In `namespace` all are;
-in gVisor all are with `--on-gvisor`.
+in gVisor all are with `--on-gvisor`, and in virtual machines with `--on-microvm`.
 """
 
 _OWN_KERNEL = "what it reaches belongs to gVisor's kernel, which only this sandbox has"

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Mapping
 
-from carrel.config import ImageSettings, Settings
+from carrel.config import ImageSettings, MicrovmSettings, Settings
 from carrel.errors import CarrelError
 from carrel.images.layer_reading import LayerLimits
 from carrel.images.storage import ImageStorage
@@ -73,7 +73,7 @@ class HostParts:
                     docker=settings.docker.socket,
                     bundles=bundles_of(layout.data_dir),
                     gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
-                    microvm=MicrovmOptions(**settings.microvm.model_dump()),
+                    microvm=microvm_options(settings.microvm),
                 )
             return cls(layout, driver, storage, images, providers)
         except BaseException:
@@ -104,3 +104,8 @@ def _open_images(settings: ImageSettings, directory: str) -> ImageStorage:
     storage = ImageStorage(directory, limits)
     storage.prepare()
     return storage
+
+
+def microvm_options(settings: MicrovmSettings) -> MicrovmOptions | None:
+    """Return how virtual machines are made, or None if they are switched off."""
+    return MicrovmOptions(**settings.model_dump(exclude={"enabled"})) if settings.enabled else None

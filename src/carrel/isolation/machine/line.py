@@ -101,10 +101,25 @@ class Line:
     def run(self) -> None:
         """Carry connections until the line breaks. Raises `BrokenLine`, or what a watched action raises."""
         while True:
-            self._turn()
+            self.turn()
 
-    def _turn(self) -> None:
-        for fd, events in self._all.poll(self._timeout()):
+    @property
+    def streams(self) -> int:
+        """How many streams there are."""
+        return len(self._connections)
+
+    def close(self) -> None:
+        """Close the line and every connection."""
+        for connection in self._connections.values():
+            if connection.socket is not None:
+                connection.socket.close()
+        for descriptor in (self._all, self._readers):
+            descriptor.close()
+        os.close(self._line)
+
+    def turn(self, most_s: float | None = None) -> None:
+        """Do what can be done now; wait for something, at most so long. Raises as `run` does."""
+        for fd, events in self._all.poll(self._timeout() if most_s is None else most_s):
             if fd == self._line:
                 if events & ~_OUT:
                     self._read_line()

@@ -41,6 +41,8 @@ from carrel.providers.stagers import Stagers
 
 _SANDBOXES, _ROOTS, _INITRAMFS = "microvm", "microvm-roots", "microvm-initramfs"
 _CONTROL, _ROOT, _COVERS, _BOX, _SOCKET, _ORDER, _MASKS = "c", "root", "covers", "box", "s", "order.json", "masks"
+_DEADLINE_S = {"kvm": 60.0, "tcg": 240.0}
+"""How long the start of a machine may take. An emulated one needs seconds of processor time of a host that may be busy."""
 _MOST_CPUS = 8
 """The most processors of a machine without a limit of processors."""
 
@@ -212,7 +214,7 @@ class MicrovmProvider(Provider):
         order = await asyncio.to_thread(self._order, launch, prepared, place, control)
         with control.listen_for_supervisor() as listener:
             keeping = await self._stagers.start(order)
-            supervisor = await waiting_supervisor(listener, keeping.failure)
+            supervisor = await waiting_supervisor(listener, keeping.failure, _DEADLINE_S[self._accelerator])
         with contextlib.closing(supervisor):
             await supervisor.begin(_facts(launch))
         self._stagers.prepare()
