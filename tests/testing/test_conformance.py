@@ -119,7 +119,7 @@ async def harness(request, directories, shelf, debian_root, bundles):
 
 
 async def test_promise(check, harness):
-    outcome = await run_check(check, harness)
+    outcome = await run_check(check, harness, 600 if harness.provider.name == "microvm" else 60)
     assert outcome.kept, f"{check.promise}\n{outcome.failure}"
 
 

@@ -13,7 +13,6 @@ import os
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Awaitable
-from dataclasses import dataclass
 from pathlib import Path
 
 import carrel
@@ -22,14 +21,6 @@ from carrel.isolation import staging
 
 _LONGEST_ERROR = 4096
 _CODE = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main()"
-
-
-@dataclass(frozen=True)
-class Staged:
-    """A process that carries out an order. `failure` waits for the reason of a failure."""
-
-    pid: int
-    failure: Awaitable[str]
 
 
 class Stagers:
@@ -46,8 +37,8 @@ class Stagers:
         if self._spare is None:
             self._spare = asyncio.create_task(_spawn(self._module))
 
-    async def start(self, order: str) -> Staged:
-        """Carry out the order at this path. Returns at once."""
+    async def start(self, order: str) -> Awaitable[str]:
+        """Carry out the order at this path. Returns at once; what it returns waits for the reason of a failure."""
         self.prepare()
         spare, self._spare = self._spare, None
         assert spare is not None
@@ -60,7 +51,7 @@ class Stagers:
         assert process.stdin is not None
         process.stdin.write(os.fsencode(order) + b"\n")
         process.stdin.close()
-        return Staged(process.pid, _failure(process, self._program))
+        return _failure(process, self._program)
 
     async def close(self) -> None:
         """End the process that is ready."""
@@ -91,7 +82,7 @@ async def _failure(process: Process, program: str) -> str:
         while len(words) < _LONGEST_ERROR and (part := await process.stderr.read(_LONGEST_ERROR)):
             words += part
     status = await process.wait()
-    if status == 0:
+    if status == 0 and not words:
         await asyncio.Event().wait()
     text = words.decode(errors="replace").strip()
     who = "building the root" if status == staging.FAILED else program

@@ -153,7 +153,7 @@ def test_a_stream_that_nobody_reads_stops_no_other(ends):
 
 def test_many_connections_side_by_side(ends):
     pairs = [ends.pair() for _ in range(100)]
-    for client, accepted in pairs:
+    for _client, accepted in pairs:
         accepted.sendall(str(accepted.fileno()).encode())
     for client, accepted in reversed(pairs):
         assert client.recv(100) == str(accepted.fileno()).encode()

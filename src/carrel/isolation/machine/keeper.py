@@ -2,8 +2,8 @@
 
 It is the main program of a process of root, like `carrel.isolation.staging`, whose order it carries out first. Then it
 gives up everything: it has its own user id, which no other process of the host has, and sees nothing of the host but
-the control directory of its sandbox. It outlives the server. When it ends, so does the machine; when a program of the
-machine ends, so does it.
+the control directory of its sandbox. It is no child of the server and outlives it. When it ends, so does the machine;
+when a program of the machine ends, so does it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
 
 from carrel.isolation import ids, linux, seccomp, staging
 from carrel.isolation.machine import confined
 from carrel.isolation.machine.confined import Confined
 from carrel.isolation.machine.frames import BrokenLine, Place
-from carrel.isolation.machine.line import Line
+from carrel.isolation.machine.line import Connect, Line
 from carrel.isolation.staging import StageOrder
 from carrel.primitives import libc
 from carrel.primitives.kernel_files import write
@@ -73,6 +72,9 @@ def main() -> None:
             os._exit(0)  # the server is gone, or needs no further sandbox
         with open(path, encoding="utf-8") as file:
             order = read(file.read())
+        if os.fork():
+            os._exit(0)  # the keeper is no child of the server, which may end before it
+        os.setsid()
         with open(os.devnull, "r+b") as nothing:
             os.dup2(nothing.fileno(), 0)
         for group in order.stage.groups:
@@ -92,6 +94,7 @@ def _keep(order: MachineOrder) -> None:
     _own_control(order, own)
     listener = _listen(order.socket)
     console, line, programs = _start(order, own)
+    nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     _give_up(order, own)
     os.set_inheritable(lock, False)
     said = bytearray()
@@ -103,9 +106,14 @@ def _keep(order: MachineOrder) -> None:
         said.extend(part)
         del said[:-_CONSOLE]
 
-    places = {Place.REPORT: _connecting(_REPORT)}
+    def report() -> socket.socket:
+        connected = _connect(_REPORT)
+        os.dup2(nothing, 2)  # from now on the supervisor answers, and the server has closed its end
+        return connected
+
+    places: dict[Place, Connect] = {Place.REPORT: report}
     if order.egress:
-        places[Place.EGRESS] = _connecting(_EGRESS)
+        places[Place.EGRESS] = partial(_connect, _EGRESS)
     carrier = Line(line.detach(), first=2, places=places)
     carrier.listen(listener, Place.SUPERVISOR)
     carrier.watch(console, listen_to_console)
@@ -206,17 +214,15 @@ def _give_up(order: MachineOrder, own: int) -> None:
     seccomp.install(seccomp.build())
 
 
-def _connecting(path: str) -> Any:
-    def connect() -> socket.socket:
-        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
-        try:
-            connected.connect(path)
-        except BaseException:
-            connected.close()
-            raise
-        return connected
-
-    return connect
+def _connect(path: str) -> socket.socket:
+    """Connect without waiting."""
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+    try:
+        connected.connect(path)
+    except BaseException:
+        connected.close()
+        raise
+    return connected
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ class GvisorProvider(Provider):
         await asyncio.to_thread(self._write, launch, place, control, made)
         order = await asyncio.to_thread(self._order, launch, base, made, place, control)
         with control.listen_for_supervisor() as listener:
-            supervisor = await waiting_supervisor(listener, (await self._stagers.start(order)).failure)
+            supervisor = await waiting_supervisor(listener, await self._stagers.start(order))
         with contextlib.closing(supervisor):
             await supervisor.begin(_facts(launch))
         pid = await _pid(f"{place}/{_PID}")

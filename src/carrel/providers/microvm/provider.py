@@ -38,11 +38,12 @@ from carrel.providers.microvm.commands import Machine
 from carrel.providers.microvm.kernel import GuestKernel
 from carrel.providers.microvm.options import MicrovmOptions
 from carrel.providers.stagers import Stagers
+from carrel.threads import run_to_end
 
 _SANDBOXES, _ROOTS, _INITRAMFS = "microvm", "microvm-roots", "microvm-initramfs"
 _CONTROL, _ROOT, _COVERS, _BOX, _SOCKET, _ORDER, _MASKS = "c", "root", "covers", "box", "s", "order.json", "masks"
 _DEADLINE_S = {"kvm": 60.0, "tcg": 240.0}
-"""How long the start of a machine may take. An emulated one needs seconds of processor time of a host that may be busy."""
+"""How long the start of a machine may take. An emulated one needs seconds of processor time on a busy host."""
 _MOST_CPUS = 8
 """The most processors of a machine without a limit of processors."""
 
@@ -211,19 +212,21 @@ class MicrovmProvider(Provider):
     async def _start(self, launch: Launch, prepared: _Prepared) -> Handle:
         place = self._place(launch.id)
         control = ControlDirectory(f"{place}/{_CONTROL}")
-        order = await asyncio.to_thread(self._order, launch, prepared, place, control)
+        order = await run_to_end(lambda: self._order(launch, prepared, place, control))
         with control.listen_for_supervisor() as listener:
-            keeping = await self._stagers.start(order)
-            supervisor = await waiting_supervisor(listener, keeping.failure, _DEADLINE_S[self._accelerator])
+            failure = await self._stagers.start(order)
+            supervisor = await waiting_supervisor(listener, failure, _DEADLINE_S[self._accelerator])
         with contextlib.closing(supervisor):
+            pid = supervisor.pid  # the keeper has connected for it
+            started = start_time(pid)
             await supervisor.begin(_facts(launch))
         self._stagers.prepare()
         return {
             "provider": self.name,
             "id": launch.id,
             "socket": f"{place}/{_SOCKET}",
-            "pid": keeping.pid,
-            "start_time": start_time(keeping.pid),
+            "pid": pid,
+            "start_time": started,
             "egress": launch.network.proxied,
         }
 
