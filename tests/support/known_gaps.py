@@ -109,6 +109,8 @@ NOT_JUDGED: dict[str, dict[str, str]] = {
             "the name of the supervisor's socket is visible; nobody inside may connect to it"
         ),
     },
+    "microvm": {},
+    "microvm": {},
     "gvisor": {
         "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
         "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",
