@@ -110,7 +110,6 @@ NOT_JUDGED: dict[str, dict[str, str]] = {
         ),
     },
     "microvm": {},
-    "microvm": {},
     "gvisor": {
         "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
         "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",

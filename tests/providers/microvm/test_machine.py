@@ -71,7 +71,10 @@ def processes():
     """The keeper, the file server and QEMU, by their names."""
     pids = {pid for group, _ in groups.find("machine") for pid in groups.processes(group)}
     names = {"keeper": "python", "server": "virtiofsd", "machine": "qemu"}
-    found = {name: [pid for pid in pids if word in os.path.basename(os.readlink(f"/proc/{pid}/exe"))] for name, word in names.items()}
+    found = {
+        name: [pid for pid in pids if word in os.path.basename(os.readlink(f"/proc/{pid}/exe"))]
+        for name, word in names.items()
+    }
     assert all(len(each) == 1 for each in found.values()) and len(pids) == 3, found
     return {name: pid for name, [pid] in found.items()}
 
