@@ -109,7 +109,11 @@ NOT_JUDGED: dict[str, dict[str, str]] = {
             "the name of the supervisor's socket is visible; nobody inside may connect to it"
         ),
     },
-    "microvm": {},
+    "microvm": {
+        "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
+        "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
+        "test_setuid_file_on_the_host": "the file cannot be made at all, which this attack takes for granted",
+    },
     "gvisor": {
         "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
         "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",

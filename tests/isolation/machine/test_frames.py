@@ -9,8 +9,8 @@ from carrel.isolation.machine.frames import (
     WINDOW,
     BrokenLine,
     Frame,
-    FrameReader,
     Kind,
+    LineReader,
     Place,
     Stream,
     packed,
@@ -29,13 +29,13 @@ FRAMES = st.one_of(
 @given(st.lists(FRAMES), st.integers(1, 50))
 def test_frames_arrive_whole_however_they_are_cut(frames, step):
     data = b"".join(packed(each.kind, each.stream, each.place, each.payload) for each in frames)
-    reader = FrameReader()
+    reader = LineReader()
     assert [got for at in range(0, len(data), step) for got in reader.frames(data[at : at + step])] == frames
 
 
 @given(st.binary(max_size=2000))
 def test_any_bytes_are_frames_or_a_broken_line(data):
-    reader = FrameReader()
+    reader = LineReader()
     try:
         for frame in reader.frames(data):
             assert packed(frame.kind, frame.stream, frame.place, frame.payload) in data
@@ -58,7 +58,7 @@ def test_any_bytes_are_frames_or_a_broken_line(data):
 )
 def test_frames_that_are_not_well_formed_break_the_line(data):
     with pytest.raises(BrokenLine):
-        list(FrameReader().frames(data))
+        list(LineReader().frames(data))
 
 
 def _data(size):
@@ -83,7 +83,7 @@ def test_what_was_taken_is_granted_again():
 
 @pytest.mark.parametrize("amount", [0, 1, WINDOW])
 def test_credit_that_nobody_used_breaks_the_line(amount):
-    [credit] = FrameReader().frames(packed_credit(1, amount))
+    [credit] = LineReader().frames(packed_credit(1, amount))
     with pytest.raises(BrokenLine, match="credit"):
         Stream(1).received(credit)
 

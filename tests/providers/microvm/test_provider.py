@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from tests.support import microvm
@@ -63,11 +64,11 @@ async def test_what_a_machine_cannot_do_is_refused(tmp_path, changes):
 def test_a_machine_has_only_the_devices_that_it_needs():
     machine = Machine("tcg", cpus=1, memory_mb=256, processes=64, default_mb=1024, egress=True)
     command = commands.qemu("/usr/bin/qemu-system-x86_64", machine)
-    devices = [word.split(",")[0] for before, word in zip(command, command[1:], strict=False) if before == "-device"]
+    devices = [word.split(",")[0] for before, word in pairwise(command) if before == "-device"]
     assert devices == list(commands.DEVICES)
     assert "-nodefaults" in command and "-no-user-config" in command
     assert command[command.index("-sandbox") + 1].startswith("on,")
-    assert not any("netdev" in word or word == "-nic" or word == "-net" for word in command)
+    assert not any("netdev" in word or word in {"-nic", "-net"} for word in command)
 
 
 def test_the_walls_are_higher_than_the_limits():

@@ -72,7 +72,7 @@ def packed_credit(stream: int, amount: int) -> bytes:
     return packed(Kind.CREDIT, stream, payload=_CREDIT.pack(amount))
 
 
-class FrameReader:
+class LineReader:
     """Takes frames out of what arrives. It keeps less than one frame."""
 
     def __init__(self) -> None:

@@ -19,8 +19,8 @@ from carrel.isolation.machine.frames import (
     MOST_STREAMS,
     BrokenLine,
     Frame,
-    FrameReader,
     Kind,
+    LineReader,
     Place,
     Stream,
     packed,
@@ -69,7 +69,7 @@ class Line:
         self._next = first
         self._parity = first % 2
         self._places = dict(places)
-        self._reader = FrameReader()
+        self._reader = LineReader()
         self._out = bytearray()
         self._connections: dict[int, _Connection] = {}
         self._by_fd: dict[int, _Connection] = {}
