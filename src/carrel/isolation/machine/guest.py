@@ -100,6 +100,11 @@ def _root(scratch_mb: int) -> None:
     """Mount the root of the sandbox at `/root`."""
     os.makedirs(_ROOT, exist_ok=True)
     linux.mount(TAG, _ROOT, "virtiofs", _PLAIN)
+    os.listdir(_ROOT + inside.WORKSPACE)  # now it is a mount of its own, which stays writable
+    workspace = linux.open_tree(_ROOT + inside.WORKSPACE)
+    _protect("")
+    linux.move_mount(workspace, _ROOT + inside.WORKSPACE)
+    os.close(workspace)
     _memory("/dev", "size=64k,mode=0755", linux.MS_NOSUID | linux.MS_NOEXEC)
     os.umask(0)
     for name, numbers in _DEVICES.items():
@@ -109,6 +114,7 @@ def _root(scratch_mb: int) -> None:
         os.symlink(target, f"{_ROOT}/dev/{name}")
     for name in ("pts", "shm"):
         os.mkdir(f"{_ROOT}/dev/{name}")
+    _protect("/dev")
     terminals = "newinstance,ptmxmode=0666,mode=0620,gid=5"
     linux.mount("devpts", f"{_ROOT}/dev/pts", "devpts", linux.MS_NOSUID | linux.MS_NOEXEC, terminals)
     own = f",uid={AGENT},gid={AGENT}"
@@ -121,6 +127,13 @@ def _root(scratch_mb: int) -> None:
     _memory(f"{_PRIVATE}/secrets", f"size=8m,nr_inodes=2048,mode=0700{own}", _HIDDEN)
     _bind(f"{_ROOT}{_PRIVATE}/secrets", inside.SECRETS, _BOUND | linux.MOUNT_ATTR_NOEXEC)
     _bind(inside.BUNDLE, inside.BUNDLE, _BOUND)
+
+
+def _protect(place: str) -> None:
+    """Make a mount read-only. For the host's part of the root that is a second lock: the first is on the host."""
+    mounted = os.open(_ROOT + place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    linux.set_mount_attributes(mounted, linux.MOUNT_ATTR_RDONLY)
+    os.close(mounted)
 
 
 def _memory(place: str, options: str, flags: int) -> None:
