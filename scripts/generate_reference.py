@@ -199,7 +199,13 @@ def providers_page() -> str:
     for name in names:
         level = BUILT_IN[name].level
         unharmful = "those that do no harm: they must succeed"
-        made = _code(ATTACKED[name]) if name in ATTACKED else "all" if level else unharmful
+        made = (
+            (_code(ATTACKED[name]) or f"none; all with `--on-{name}`")
+            if name in ATTACKED
+            else "all"
+            if level
+            else unharmful
+        )
         unjudged = len(NOT_JUDGED.get(name, {}))
         listed = f"[{unjudged}, listed below](#{name}-attacks-that-are-not-judged)" if unjudged else "none"
         parts.append(

@@ -387,6 +387,34 @@ class PoolSettings(_Group):
     )
 
 
+class MicrovmSettings(_Group):
+    """Virtual machines, the strongest provider. A start takes longer than with others, so they are made on request."""
+
+    enabled: bool = Field(
+        default=False, description="offer the provider `microvm`; `auto` takes it before all others, as the strongest"
+    )
+    qemu: str = Field(default="", description="path of `qemu-system-x86_64`; by default the one on `PATH`")
+    virtiofsd: str = Field(
+        default="", description="path of `virtiofsd`, which serves the files; by default the one of the distribution"
+    )
+    kernel: str = Field(
+        default="", description="path of the machines' kernel; by default the newest of the host's distribution"
+    )
+    modules: str = Field(
+        default="", description="directory of that kernel's modules; by default the one with its release"
+    )
+    allow_emulation: bool = Field(
+        default=False,
+        description="make virtual machines where KVM does not work: QEMU then emulates them, which is slow",
+    )
+    memory_mb: int = Field(
+        default=1024,
+        ge=128,
+        le=1_048_576,
+        description="MB of memory of a machine whose sandbox has no limit of it",
+    )
+
+
 class RouterSettings(_Group):
     """Sandboxes for calls of Python without a context."""
 
@@ -481,6 +509,7 @@ class Settings(_Group):
     docker: DockerSettings = Field(default_factory=DockerSettings)
     gvisor: GvisorSettings = Field(default_factory=GvisorSettings)
     pool: PoolSettings = Field(default_factory=PoolSettings)
+    microvm: MicrovmSettings = Field(default_factory=MicrovmSettings)
     router: RouterSettings = Field(default_factory=RouterSettings)
     mcp: McpSettings = Field(default_factory=McpSettings)
     checkpoints: CheckpointSettings = Field(default_factory=CheckpointSettings)

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 import carrel
 from carrel.config import Settings, load
-from carrel.control.host import HostParts
+from carrel.control.host import HostParts, microvm_options
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.models import HostReport
 from carrel.primitives.atomic import write_file
@@ -253,6 +253,7 @@ def local_host_report() -> HostReport:
             allow_process=settings.sandbox.allow_process,
             docker=settings.docker.socket,
             gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
+            microvm=microvm_options(settings.microvm),
             bundles="/",
             third_party=settings.sandbox.third_party_names,
         ),

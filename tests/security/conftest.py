@@ -17,12 +17,12 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support import images
+from tests.support import images, microvm
 from tests.support.attacks import answer, words
 from tests.support.dockerd import DockerDaemon
 from tests.support.gvisor import find_runsc
@@ -53,9 +53,9 @@ NOT_SHARED = ("test_exhaustion", "test_termination")
 """Modules whose attacks may end the sandbox: each has its own."""
 MASKS_ON_IMAGE = ("test_masks", "test_readonly")
 """Modules whose masked sandboxes are also made from an image, as root."""
-PROVIDER = {"root in Docker": "docker", "gvisor": "gvisor"}
+PROVIDER = {"root in Docker": "docker", "gvisor": "gvisor", "microvm": "microvm"}
 """The provider of each setting that has another one than `namespace`. `ATTACKED` lists the modules whose attacks are made
-there; with `--on-gvisor` those of all are made in gVisor.
+there; with `--on-gvisor` those of all are made in gVisor, with `--on-microvm` in virtual machines.
 """
 IMAGE = "attacked:1"
 
@@ -221,12 +221,31 @@ def gvisor_server(bundles: Path) -> Iterator[Server]:
         serving(user=False, options=options, prepare=share_bundle) as server,
         server.client.sandbox(trust="low") as box,
     ):
-        _IN_GVISOR[server.pid] = box
+        _KEPT[server.pid] = box
         yield server
 
 
-_IN_GVISOR: dict[int, Sandbox] = {}
-"""The gVisor sandbox that attackers share, by its server: to start one takes longer than an attack."""
+@pytest.fixture(scope="session")
+def microvm_server(bundles: Path) -> Iterator[Server]:
+    if not ROOT or not microvm.find_kernel():
+        pytest.skip("virtual machines: the tests do not run as root, or scripts/fetch-kernel was not run")
+    own = {"microvm.enabled": "true"} | {
+        f"microvm.{name}": value for name, value in asdict(microvm.options()).items() if value != ""
+    }
+
+    def share_bundle(data: Path) -> None:
+        (data / "bundles").symlink_to(bundles)
+
+    with (
+        serving(user=False, options={**FOLDERS, **own}, prepare=share_bundle) as server,
+        server.client.sandbox(provider="microvm") as box,
+    ):
+        _KEPT[server.pid] = box
+        yield server
+
+
+_KEPT: dict[int, Sandbox] = {}
+"""The sandbox that attackers share where to start one takes longer than an attack, by its server."""
 
 Spawn = Callable[[str, Path], subprocess.Popen[str]]
 
@@ -301,7 +320,7 @@ class Attacker:
     def _kept(self) -> Sandbox | None:
         if self.network is not None or self._own:
             return None
-        return _IN_GVISOR.get(self.server.pid)
+        return _KEPT.get(self.server.pid)
 
     def another(self, context_id: str | None = None, **options: Any) -> Sandbox:
         """One more sandbox of the same kind on the same server."""
@@ -313,6 +332,8 @@ class Attacker:
             options.setdefault("image", IMAGE)
         if self.setting == "gvisor":
             options.setdefault("trust", "low")
+        if self.setting == "microvm":
+            options.setdefault("provider", "microvm")
         if self.in_folder:
             context_id = context_id or f"folder-{secrets.token_hex(6)}"
             options["workspace_path"] = str(self.folder())
@@ -431,11 +452,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for name, setting in table.items()
         if metafunc.module.__name__.endswith(name)
     ]
-    more += [where for where, name in PROVIDER.items() if metafunc.module.__name__.endswith(ATTACKED[name])]
+    more += [where for where, name in PROVIDER.items() if metafunc.module.__name__.endswith(ATTACKED.get(name, ()))]
     if metafunc.config.getoption("--on-image"):
         more = ["root on an image", "user on an image"]
     if metafunc.config.getoption("--on-gvisor"):
         more = ["gvisor"]
+    if metafunc.config.getoption("--on-microvm"):
+        more = ["microvm"]
     attack = metafunc.function.__name__
     more = [where for where in more if attack not in NOT_JUDGED[PROVIDER.get(where, "namespace")]]
     if "hold" in metafunc.fixturenames:
@@ -445,7 +468,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("hold", kinds, indirect=True, scope="module")
     for name, settings in {"attacker": ["root", "user"], "compared": ["root", "user", "process"]}.items():
         if name in metafunc.fixturenames:
-            elsewhere = metafunc.config.getoption("--on-image") or metafunc.config.getoption("--on-gvisor")
+            elsewhere = any(metafunc.config.getoption(f"--on-{place}") for place in ("image", "gvisor", "microvm"))
             own = settings[2:] if elsewhere else settings
             metafunc.parametrize(name, [*own, *more], indirect=True)
 

@@ -14,7 +14,7 @@ VALUE = "canary-of-a-secret-value"
 def supervisor(attacker, box, values):
     """Give secrets to a sandbox as the control plane does: over the supervisor's socket."""
     run = attacker.server.data_dir / "run"
-    [path] = [*run.glob(f"{box.id[:40]}-*.sock"), *run.glob(f"gvisor/{box.id}/s")]
+    [path] = [*run.glob(f"{box.id[:40]}-*.sock"), *run.glob(f"*/{box.id}/s")]
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://sandbox") as client:
         given = {name: base64.b64encode(value.encode()).decode() for name, value in values.items()}
         return client.put("/secrets", json={"secrets": given})

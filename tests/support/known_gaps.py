@@ -21,6 +21,12 @@ NEVER: dict[str, dict[Capability, str]] = {
         Capability.NETWORK_BRIDGE: "a sandbox has no network but the egress proxy",
         Capability.NETWORK_HOST: "a sandbox has no network but the egress proxy",
     },
+    "microvm": {
+        Capability.FOLDERS: "a folder of the host cannot be served in place",
+        Capability.IMAGE_BUILDS: "images are built with the provider `namespace`",
+        Capability.NETWORK_BRIDGE: "a machine has no network device",
+        Capability.NETWORK_HOST: "a machine has no network device",
+    },
     "process": {
         **dict.fromkeys(
             (
@@ -70,6 +76,11 @@ SOMETIMES: dict[str, dict[Capability, str]] = {
         Capability.IMAGES: "only on a server, which has a directory for images, where the kernel has overlay mounts",
         Capability.LIMIT_CPUS: _NO_CPU,
     },
+    "microvm": {
+        Capability.ENVIRONMENTS: _NO_ENVIRONMENTS,
+        Capability.IMAGES: "only on a server, which has a directory for images, where the kernel has overlay mounts",
+        Capability.LIMIT_CPUS: _NO_CPU,
+    },
     "process": {},
 }
 """Capabilities that a provider promises only where the host, or the server, has what they need."""
@@ -77,9 +88,10 @@ SOMETIMES: dict[str, dict[Capability, str]] = {
 ATTACKED: dict[str, tuple[str, ...]] = {
     "docker": ("test_privileges", "test_mounts", "test_network", "test_processes"),
     "gvisor": ("test_host_files", "test_secrets"),
+    "microvm": (),
 }
 """Modules of `tests/security` whose attacks are made in a provider in every run of the tests. In `namespace` all are;
-in gVisor all are with `--on-gvisor`.
+in gVisor all are with `--on-gvisor`, and in virtual machines with `--on-microvm`.
 """
 
 _OWN_KERNEL = "what it reaches belongs to gVisor's kernel, which only this sandbox has"
@@ -90,6 +102,15 @@ _NO_FOLDERS = "a gVisor sandbox cannot work on a folder of the host"
 NOT_JUDGED: dict[str, dict[str, str]] = {
     "namespace": {},
     "docker": {},
+    "microvm": {
+        "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
+        "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
+        "test_mounts_are_confined": "the control directory can be written by root, whom no agent can become",
+        "test_open_ports": "an emulated machine cannot ask all ports in the time of this attack",
+        "test_sys": "there is an empty directory /sys/fs",
+        "test_without_isolation_there_is_no_place": "it is about the process provider",
+        "test_setuid_file_on_the_host": "the file cannot be made at all, which this attack takes for granted",
+    },
     "gvisor": {
         "test_a_folder_with_mounts_shows_what_is_mounted": _NO_FOLDERS,
         "test_a_mount_inside_is_not_seen_outside": _NO_FOLDERS,

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.support import microvm
 from tests.support.gvisor import usable
 from tests.support.images import image
 from tests.support.known_gaps import NEVER, NOT_JUDGED, SOMETIMES
@@ -83,6 +84,8 @@ def pytest_generate_tests(metafunc):
         pairs += [(check, "namespace image") for check in CHECKS if every or check.name in ON_IMAGE]
         all_of_gvisor = metafunc.config.getoption("--on-gvisor")
         pairs += [(check, "gvisor") for check in CHECKS if all_of_gvisor or check.name in ON_GVISOR]
+        if metafunc.config.getoption("--on-microvm"):
+            pairs += [(check, "microvm") for check in CHECKS]
         metafunc.parametrize(("check", "harness"), pairs, indirect=["harness"], ids=[f"{a.name}-{b}" for a, b in pairs])
 
 
@@ -99,6 +102,8 @@ async def harness(request, directories, shelf, debian_root, bundles):
             return DockerProvider(run_dir, str(bundles), socket_path=socket, shared=shared, images=images_dir)
         if kind == "gvisor":
             return usable(str(bundles), run_dir, shared=shared, images=images_dir)
+        if kind == "microvm":
+            return microvm.usable(str(bundles), run_dir, shared=shared, images=images_dir)
         return PROVIDERS[kind](run_dir, workspaces, shared, folder_roots=(workspaces,), images=images_dir)
 
     harness = Harness(
@@ -114,7 +119,7 @@ async def harness(request, directories, shelf, debian_root, bundles):
 
 
 async def test_promise(check, harness):
-    outcome = await run_check(check, harness)
+    outcome = await run_check(check, harness, 600 if harness.provider.name == "microvm" else 60)
     assert outcome.kept, f"{check.promise}\n{outcome.failure}"
 
 
@@ -129,6 +134,7 @@ def test_known_gaps_of_each_provider(request, directories, shelf):
         images=run_dir,
         docker=request.getfixturevalue("docker").socket,
         gvisor=GvisorOptions(),
+        microvm=microvm.options(),
         bundles=run_dir,
     )
     for name, provider in opened.items():

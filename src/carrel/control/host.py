@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Mapping
 
-from carrel.config import ImageSettings, Settings
+from carrel.config import ImageSettings, MicrovmSettings, Settings
 from carrel.errors import CarrelError
 from carrel.images.layer_reading import LayerLimits
 from carrel.images.reference import ImageReference
@@ -22,6 +22,7 @@ from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.providers.bundle import bundles_of
 from carrel.providers.gvisor.options import GvisorOptions
+from carrel.providers.microvm.options import MicrovmOptions
 from carrel.workspaces.environments import EnvironmentStorage
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes import VolumeDriver, open_driver
@@ -76,6 +77,7 @@ class HostParts:
                     bundles=bundles_of(layout.data_dir),
                     gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
                     third_party=settings.sandbox.third_party_names,
+                    microvm=microvm_options(settings.microvm),
                 )
             return cls(layout, driver, storage, images, providers, settings.images.registry)
         except BaseException:
@@ -111,3 +113,8 @@ def _open_images(settings: ImageSettings, directory: str) -> ImageStorage:
     storage = ImageStorage(directory, limits)
     storage.prepare()
     return storage
+
+
+def microvm_options(settings: MicrovmSettings) -> MicrovmOptions | None:
+    """Return how virtual machines are made, or None if they are switched off."""
+    return MicrovmOptions(**settings.model_dump(exclude={"enabled"})) if settings.enabled else None

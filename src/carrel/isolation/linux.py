@@ -42,7 +42,7 @@ ALL_NAMESPACES = (
 )
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
+MS_REMOUNT, MS_BIND, MS_MOVE, MS_REC, MS_PRIVATE = 32, 4096, 8192, 16384, 1 << 18
 MNT_DETACH = 2
 
 AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
@@ -54,7 +54,7 @@ _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE, _FSCONFIG_CMD_RECONFIGURE = 1, 6, 7
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
-PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, _PR_CAP_AMBIENT_RAISE = 47, 4, 2
 
 FOR_INSTALLING = (0, 1, 3, 4, 5, 6, 7, 18)
 """The capabilities of root in a RUN line: CHOWN, DAC_OVERRIDE, FOWNER, FSETID, KILL, SETGID, SETUID, SYS_CHROOT."""
@@ -208,6 +208,15 @@ def drop_capabilities(but: Collection[int] = ()) -> None:
     # effective, permitted and inheritable ones, the lower half of each first
     packed = struct.pack("=6I", low, low, 0, high, high, 0)
     libc.system_call("capset", _NR_CAPSET[ARCH], _CAPABILITY_HEADER, packed)
+
+
+def pass_on_capabilities(only: Collection[int]) -> None:
+    """Keep only these capabilities, and pass them on to the program that this process becomes."""
+    low, high = (sum(1 << (each - first) for each in only if 0 <= each - first < 32) for first in (0, 32))
+    packed = struct.pack("=6I", low, low, low, high, high, high)
+    libc.system_call("capset", _NR_CAPSET[ARCH], _CAPABILITY_HEADER, packed)
+    for each in only:
+        libc.call("prctl", PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, each, 0, 0, name="ambient capability")
 
 
 def bring_up_loopback() -> None:

@@ -11,8 +11,9 @@ import fcntl
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from carrel.isolation import linux, mask_mounts, masks
 from carrel.primitives.kernel_files import write
@@ -39,8 +40,8 @@ class StageOrder:
 
     The root is mounted at the directory `root`: an overlay of the directories `layers`, the first of them on top, or
     the only one of them. `covers` is an empty directory for the files of masks, `secrets` one for a small memory file
-    system of the user `owner`. `masks` is a file with packed masks, empty without any; `path` has further directories
-    of programs. `groups` are `tasks` and `cgroup.procs` files of the groups to enter.
+    system of the user `owner`, or empty. `masks` is a file with packed masks, empty without any; `path` has further
+    directories of programs. `groups` are `tasks` and `cgroup.procs` files of the groups to enter.
     """
 
     root: str
@@ -59,7 +60,11 @@ class StageOrder:
 
 
 def read(text: str) -> StageOrder:
-    fields = json.loads(text)
+    return of(json.loads(text))
+
+
+def of(fields: Mapping[str, Any]) -> StageOrder:
+    """Return the order with these fields."""
     return StageOrder(**{**fields, "mounts": [StagedMount(**each) for each in fields["mounts"]]})
 
 
@@ -100,7 +105,8 @@ def stage(order: StageOrder) -> None:
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     owned = f",uid={order.owner},gid={order.owner}"
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
-    linux.mount("tmpfs", order.secrets, "tmpfs", flags, _SECRETS + owned)
+    if order.secrets:
+        linux.mount("tmpfs", order.secrets, "tmpfs", flags, _SECRETS + owned)
     if len(order.layers) == 1:
         _attach(StagedMount(order.layers[0], ""), order.root)
     else:

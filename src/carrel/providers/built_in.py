@@ -24,6 +24,7 @@ class BuiltIn:
 BUILT_IN = {
     each.name: each
     for each in (
+        BuiltIn("microvm", 3, "switched off; set CARREL_MICROVM_ENABLED=true on a server with QEMU and KVM"),
         BuiltIn("gvisor", 2, "switched off here; a server as root uses it when `runsc` is installed"),
         BuiltIn("namespace", 1, "switched off here"),
         BuiltIn("docker", 1, "switched off; set CARREL_DOCKER_SOCKET to the socket of a Docker or podman daemon"),

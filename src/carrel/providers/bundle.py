@@ -18,7 +18,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,6 +90,12 @@ def command(report: str) -> list[str]:
         *(f"{BUNDLE}/{_LOADER}", "--inhibit-cache", "--library-path", f"{BUNDLE}/{_LIBRARIES}"),
         *(f"{BUNDLE}/{_INTERPRETER}", "-I", "-S", "-X", "utf8", "-c", _START, report),
     ]
+
+
+def machine_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command of PID 1 of a virtual machine, whose first file system has the bundle."""
+    interpreter = command("")[:-2]
+    return [*interpreter, "carrel.isolation.machine.guest", *arguments]
 
 
 def bundles_of(data_dir: str) -> str:

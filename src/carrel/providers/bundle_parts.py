@@ -42,6 +42,7 @@ def main(output: str, place: str, *search: str) -> None:
         sys.modules[name] = cast(ModuleType, None)
     sys.path += search
     importlib.import_module("carrel.supervisor.program")
+    importlib.import_module("carrel.isolation.machine.guest")
     importlib.import_module("carrel.supervisor.app").warm()
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     library = f"{sys.platlibdir}/{version}"

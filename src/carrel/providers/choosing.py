@@ -10,6 +10,7 @@ from carrel.models import Trust
 from carrel.providers.base import Capability, Provider
 from carrel.providers.built_in import BUILT_IN, LEVELS
 from carrel.providers.gvisor.options import GvisorOptions
+from carrel.providers.microvm.options import MicrovmOptions
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 from carrel.providers.trust import RULES
@@ -27,12 +28,13 @@ def open_providers(
     images: str = "",
     docker: str = "",
     gvisor: GvisorOptions | None = None,
+    microvm: MicrovmOptions | None = None,
     bundles: str = "",
     third_party: Sequence[str] | None = None,
 ) -> dict[str, Provider]:
     """Return the providers of this host, strongest first, and of those with one level the quickest; the process
-    provider only if the operator allows it, and gVisor only with its options. Those of other packages come last, and
-    only with `third_party`, the names that the operator lists.
+    provider only if the operator allows it, gVisor and virtual machines only with their options. Those of other
+    packages come last, and only with `third_party`, the names that the operator lists.
 
     `shared` maps paths in every isolated sandbox to what is mounted there from the host. `zygote` is an optional
     client, with the same paths, whose namespace zygote is being started already. Folders below `folder_roots` can be
@@ -41,6 +43,10 @@ def open_providers(
     sandbox is a container.
     """
     providers: list[Provider] = []
+    if microvm is not None:
+        from carrel.providers.microvm.provider import MicrovmProvider
+
+        providers.append(MicrovmProvider(run_dir, shared, options=microvm, bundles=bundles, images=images))
     if gvisor is not None:
         from carrel.providers.gvisor.provider import GvisorProvider  # `carrel run` starts faster without it
 

@@ -179,15 +179,17 @@ class WaitingSupervisor:
         self.connection.close()
 
 
-async def waiting_supervisor(listener: socket.socket, ended: Awaitable[str]) -> WaitingSupervisor:
+async def waiting_supervisor(
+    listener: socket.socket, ended: Awaitable[str], deadline_s: float = START_DEADLINE_S
+) -> WaitingSupervisor:
     """Wait until the supervisor connects. `ended` tells why it has ended, if it ends before. Raises `PlatformError`."""
     listener.setblocking(False)
     connecting = asyncio.ensure_future(asyncio.get_running_loop().sock_accept(listener))
     end = asyncio.ensure_future(ended)
     try:
-        await asyncio.wait((connecting, end), timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((connecting, end), timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
         if not connecting.done():
-            said = end.result() if end.done() else f"it did not connect in {START_DEADLINE_S:.0f} s"
+            said = end.result() if end.done() else f"it did not connect in {deadline_s:.0f} s"
             raise PlatformError(f"the supervisor did not start: {said[:1000] or 'it ended at once'}")
         connection, _ = connecting.result()
     except asyncio.CancelledError:

@@ -336,7 +336,11 @@ async def removal_ends_daemons(harness: Harness) -> None:
     workspace = harness.workspace()
     async with harness.sandbox(workspace) as box:
         await box.run("setsid sh -c 'while :; do echo >> beat; sleep 0.02; done' >/dev/null 2>&1 &")
-        await asyncio.sleep(0.2)
+
+        async def beats() -> bool:
+            return os.path.exists(os.path.join(workspace, "beat"))
+
+        await _until(beats, "the daemon does not run")
     async with harness.sandbox(workspace) as box:
         before = await box.read("beat")
         await asyncio.sleep(0.2)

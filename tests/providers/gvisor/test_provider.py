@@ -15,9 +15,8 @@ from tests.support.sandboxes import until
 
 from carrel.errors import PlatformError, Unsupported
 from carrel.models import Network
-from carrel.providers import Masks
+from carrel.providers import Masks, groups
 from carrel.providers.base import Launch, RootImage
-from carrel.providers.gvisor import groups
 from carrel.providers.gvisor.options import GvisorOptions
 from carrel.providers.gvisor.provider import GvisorProvider
 from carrel.testing import Harness, workspaces_in

@@ -22,12 +22,12 @@ from tests.support.sandboxes import until
 from carrel.errors import PlatformError
 from carrel.isolation import late_masks, late_mounts
 from carrel.models import Network
-from carrel.providers import Masks
+from carrel.providers import Masks, groups
 from carrel.providers.base import Handle, Launch
 from carrel.providers.control_directory import WaitingSupervisor
-from carrel.providers.gvisor import groups, provider
+from carrel.providers.gvisor import provider
 from carrel.providers.gvisor.provider import GvisorProvider
-from carrel.providers.gvisor.stagers import Stagers
+from carrel.providers.stagers import Stagers
 from carrel.testing.harness import SANDBOX_OWNER, Running
 
 MASKS = Masks(

@@ -21,25 +21,28 @@ from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError, Unsupported
-from carrel.isolation import inside, late_masks, late_mounts, masks, probe
+from carrel.isolation import inside, late_masks, late_mounts, probe, staging
 from carrel.isolation.cgroups import start_time
 from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.isolation.staging import StagedMount, StageOrder
 from carrel.models import Network
 from carrel.primitives.atomic import write_file
+from carrel.primitives.kernel_files import read_if_there
 from carrel.primitives.trees import remove_tree
-from carrel.providers import bundle, foreign_processes
-from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, RootImage
+from carrel.providers import base_root, bundle, foreign_processes, groups, staged
+from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
+from carrel.providers.base_root import BaseRoot
 from carrel.providers.control_directory import REPORT, ControlDirectory, WaitingSupervisor, facts_of, waiting_supervisor
-from carrel.providers.gvisor import base_root, groups, oci, runsc
-from carrel.providers.gvisor.base_root import BaseRoot
-from carrel.providers.gvisor.groups import GvisorGroups
+from carrel.providers.groups import SandboxGroups
+from carrel.providers.gvisor import oci, runsc
 from carrel.providers.gvisor.options import GvisorOptions
-from carrel.providers.gvisor.stagers import Stagers
+from carrel.providers.stagers import Stagers
 
 _SANDBOXES, _ROOTS = "gvisor", "gvisor-roots"
 _CONTROL, _ROOT, _COVERS, _STATE, _CONFIG, _PID, _SOCKET = "c", "root", "covers", "state", "config.json", "pid", "s"
 _ORDER, _MASKS, _LATE = "order.json", "masks", "late"
+_OVERHEAD_MB = 128
+"""What gVisor itself may use besides the memory of the sandbox."""
 _LIMITS = ("RLIMIT_NOFILE", "RLIMIT_FSIZE")
 
 
@@ -70,8 +73,8 @@ class GvisorProvider(Provider):
         self._options = options
         self._bundles = bundles
         self._images = images
-        self._groups = GvisorGroups()
-        self._stagers = Stagers()
+        self._groups = SandboxGroups()
+        self._stagers = Stagers(staging.__name__, "runsc")
         self._waiting: dict[str, WaitingSupervisor] = {}
         """The supervisors of slots that nobody has claimed."""
         self._preparing: asyncio.Future[tuple[BaseRoot, bundle.SupervisorBundle]] | None = None
@@ -195,7 +198,7 @@ class GvisorProvider(Provider):
         with control.listen_for_supervisor() as listener:
             supervisor = await waiting_supervisor(listener, await self._stagers.start(order))
         self._waiting[launch.id] = supervisor
-        pid, gofer = await _pid(f"{place}/{_PID}"), await asyncio.to_thread(groups.gofer, launch.id)
+        pid, gofer = await _pid(f"{place}/{_PID}"), await asyncio.to_thread(_gofer, launch.id)
         self._stagers.prepare()
         return {
             "provider": self.name,
@@ -285,7 +288,7 @@ class GvisorProvider(Provider):
             raise PlatformError("runsc is gone", hint="run `carrel doctor`")
         image = launch.image
         if image is not None:
-            _check_image(image, self._images)
+            staged.check_image(image, self._images)
         own = StagedMount(made.path, inside.BUNDLE)
         path = image.environment.get("PATH", "").split(":")[:64] if image is not None else []
         order = StageOrder(
@@ -298,8 +301,8 @@ class GvisorProvider(Provider):
             program=oci.command(
                 program, f"{place}/{_STATE}", self._options.platform, place, f"{place}/{_PID}", launch.id
             ),
-            groups=self._groups.make(launch.id, launch.memory_mb),
-            masks=_write_masks(launch, f"{place}/{_MASKS}"),
+            groups=self._groups.make(launch.id, None if launch.memory_mb is None else launch.memory_mb + _OVERHEAD_MB),
+            masks=staged.write_masks(launch.masks, f"{place}/{_MASKS}"),
             path=[folder for folder in path if folder.startswith("/")],
         )
         write_file(f"{place}/{_ORDER}", order.text().encode())
@@ -376,26 +379,6 @@ def _refuse(launch: Launch) -> None:
             raise Unsupported(f"{pattern} cannot be hidden in a gVisor sandbox: it is made by gVisor", field="masks")
 
 
-def _check_image(image: RootImage, images: str) -> None:
-    """Check that the image is the directory that was meant, and that an overlay can name it."""
-    found = os.lstat(image.directory)
-    if (found.st_dev, found.st_ino) != tuple(image.identity):
-        raise PlatformError(f"the image {image.directory} was replaced")
-    if os.path.relpath(image.directory, images).startswith("..") or set(":,\\") & set(image.directory):
-        raise PlatformError(f"the image {image.directory} is not below {images}")
-
-
-def _write_masks(launch: Launch, path: str) -> str:
-    if launch.masks is None:
-        return ""
-    packed = masks.pack(launch.masks)
-    try:
-        write_file(path, masks.content(packed))
-    finally:
-        os.close(packed)
-    return path
-
-
 async def _pid(path: str) -> int:
     """Return the process of a sandbox that runs. The supervisor may be ready a moment before the file is written."""
     async with asyncio.timeout(30):
@@ -403,6 +386,15 @@ async def _pid(path: str) -> int:
             with contextlib.suppress(OSError, ValueError):
                 return int(await asyncio.to_thread(Path(path).read_text))
             await asyncio.sleep(0.002)
+
+
+def _gofer(id: str) -> int:
+    """Return the process that serves files to a sandbox. Raises `PlatformError`."""
+    for group, _ in groups.find(id):
+        for pid in groups.processes(group):
+            if read_if_there(f"/proc/{pid}/cmdline", 4096).startswith(b"runsc-gofer\0"):
+                return pid
+    raise PlatformError(f"sandbox {id} has no process that serves files; it has ended")
 
 
 def _take_socket(source: str, target: str) -> str:

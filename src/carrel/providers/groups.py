@@ -1,4 +1,4 @@
-"""The cgroups of gVisor sandboxes: limits, the processes in them, and their end.
+"""The cgroups of sandboxes that are programs of their own on the host: limits, their processes, and their end.
 
 A sandbox has several processes on the host, and all of them are in its group from the first moment. So the group, found
 by the id of the sandbox, is how a restarted server finds and ends whatever there is of it. Blocking, but short.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,29 +18,29 @@ from carrel.isolation import cgroups
 from carrel.isolation.cgroups import Cgroups
 from carrel.primitives.kernel_files import read_if_there
 
-OVERHEAD_MB = 128
-"""What gVisor itself may use besides the memory of the sandbox."""
 _DEADLINE_S = 30.0
-_GOFER = b"runsc-gofer\0"
 
 
-class GvisorGroups:
+class SandboxGroups:
     """Makes the groups of this server, and finds those of every server of this host."""
 
     def __init__(self) -> None:
         self._own: Cgroups | None = None
+        self._opening = threading.Lock()
 
-    def make(self, id: str, memory_mb: int | None) -> list[str]:
-        """Make the groups of a sandbox; return the files by which its first process enters them.
+    def make(self, id: str, memory_mb: int | None, cpus: float | None = None) -> list[str]:
+        """Make the groups of a sandbox; return the files by which its first process enters them. `memory_mb` includes
+        what the program itself uses.
 
         Raises `PlatformError`.
         """
-        if self._own is None:
-            self._own = Cgroups.open()
+        with self._opening:  # sandboxes are started side by side, each in a thread
+            if self._own is None:
+                self._own = Cgroups.open()
         if "memory" not in self._own.controllers:
             raise PlatformError("no cgroup for memory can be made", hint="run `carrel doctor`")
         self._own.make(id).close()
-        self._own.limit(id, None if memory_mb is None else memory_mb + OVERHEAD_MB, None)
+        self._own.limit(id, memory_mb, cpus)
         return [f"{group}/{'cgroup.procs' if version == 2 else 'tasks'}" for group, version in find(id)]
 
     def limit_cpus(self, id: str, cpus: float) -> None:
@@ -84,15 +85,6 @@ def find(id: str) -> Iterator[tuple[str, int]]:
 def processes(group: str) -> list[int]:
     """Return the processes in a group."""
     return [int(line) for line in read_if_there(f"{group}/cgroup.procs", 1 << 20).split()]
-
-
-def gofer(id: str) -> int:
-    """Return the process that serves files to a sandbox. Raises `PlatformError`."""
-    for group, _ in find(id):
-        for pid in processes(group):
-            if read_if_there(f"/proc/{pid}/cmdline", 4096).startswith(_GOFER):
-                return pid
-    raise PlatformError(f"sandbox {id} has no process that serves files; it has ended")
 
 
 def usage(id: str) -> dict[str, int]:

@@ -1,4 +1,5 @@
-"""Starts the processes that build the root of a sandbox and become `runsc` (see `carrel.isolation.staging`).
+"""Starts the processes that build the root of a sandbox and become its program, `runsc` or the keeper of a virtual
+machine (see `carrel.isolation.staging` and `carrel.isolation.machine.keeper`).
 
 An interpreter takes longer to start than such a root to build. So one process is kept ready; it knows nothing of the
 sandbox that it will start. For one event loop.
@@ -19,19 +20,22 @@ from carrel.errors import PlatformError
 from carrel.isolation import staging
 
 _LONGEST_ERROR = 4096
-_CODE = f"import sys; sys.path.insert(0, sys.argv[1]); from {staging.__name__} import main; main()"
+_CODE = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main()"
 
 
 class Stagers:
     """One process that is ready, and those that are starting a sandbox."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str, program: str) -> None:
+        """`module` is what a process runs, `program` the name of what it becomes, for errors."""
+        self._module = module
+        self._program = program
         self._spare: asyncio.Task[Process] | None = None
 
     def prepare(self) -> None:
         """Start a process for the next sandbox, unless there is one."""
         if self._spare is None:
-            self._spare = asyncio.create_task(_spawn())
+            self._spare = asyncio.create_task(_spawn(self._module))
 
     async def start(self, order: str) -> Awaitable[str]:
         """Carry out the order at this path. Returns at once; what it returns waits for the reason of a failure."""
@@ -41,13 +45,13 @@ class Stagers:
         try:
             process = await spare
             if process.returncode is not None:  # it was killed while it waited
-                process = await _spawn()
+                process = await _spawn(self._module)
         except OSError as error:
             raise PlatformError(f"no process can be started: {error}") from error
         assert process.stdin is not None
         process.stdin.write(os.fsencode(order) + b"\n")
         process.stdin.close()
-        return _failure(process)
+        return _failure(process, self._program)
 
     async def close(self) -> None:
         """End the process that is ready."""
@@ -60,17 +64,17 @@ class Stagers:
                 await process.wait()
 
 
-async def _spawn() -> Process:
+async def _spawn(module: str) -> Process:
     """Start a process. It has nothing of this process's environment, and none of its descriptors."""
     source = str(Path(carrel.__file__).parent.parent)
-    words = (sys.executable, "-I", "-S", "-c", _CODE, source)
+    words = (sys.executable, "-I", "-S", "-c", _CODE.format(module), source)
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8"}
     return await asyncio.create_subprocess_exec(
         *words, stdin=PIPE, stdout=DEVNULL, stderr=PIPE, env=environment, start_new_session=True, cwd="/"
     )
 
 
-async def _failure(process: Process) -> str:
+async def _failure(process: Process, program: str) -> str:
     """Wait until starting has failed; return the reason. Does not return if it succeeds."""
     assert process.stderr is not None
     words = b""
@@ -78,8 +82,8 @@ async def _failure(process: Process) -> str:
         while len(words) < _LONGEST_ERROR and (part := await process.stderr.read(_LONGEST_ERROR)):
             words += part
     status = await process.wait()
-    if status == 0:
+    if status == 0 and not words:
         await asyncio.Event().wait()
     text = words.decode(errors="replace").strip()
-    who = "building the root" if status == staging.FAILED else "runsc"
+    who = "building the root" if status == staging.FAILED else program
     return f"{who} failed: {text[-1000:] or f'status {status}'}"

@@ -1,5 +1,6 @@
-"""The directory that gVisor sandboxes have as their root: carrel's own files and those of the host's `/etc` that every
-sandbox sees. What else belongs into the root is mounted there for each sandbox (see `carrel.isolation.staging`).
+"""The directory that sandboxes with a kernel of their own have as their root: carrel's own files and those of the
+host's `/etc` that every sandbox sees. What else belongs into the root is mounted there for each sandbox (see
+`carrel.isolation.staging`).
 """
 
 from __future__ import annotations
