@@ -20,7 +20,7 @@ from tests.support.gvisor import usable
 from tests.support.sandboxes import until
 
 from carrel.errors import PlatformError
-from carrel.isolation import late_mounts, workspace_masks
+from carrel.isolation import late_masks, late_mounts
 from carrel.models import Network
 from carrel.providers import Masks
 from carrel.providers.base import Handle, Launch
@@ -41,7 +41,7 @@ STEPS: list[tuple[object, str]] = [
     (provider, "_pid"),
     (groups, "gofer"),
     (late_mounts.Sandbox, "mount"),
-    (workspace_masks, "cover"),
+    (late_masks, "cover"),
     (WaitingSupervisor, "begin"),
     (provider, "_take_socket"),
 ]

@@ -1,4 +1,4 @@
-"""Has masks applied in containers by a process of its own (see `carrel.isolation.late_masks`). For one event loop.
+"""Has masks applied in containers by a process of its own (see `carrel.isolation.mask_process`). For one event loop.
 
 The process is started for the first sandbox with masks, and ends with this one: by the end of its standard input.
 """
@@ -18,12 +18,12 @@ from pathlib import Path
 
 import carrel
 from carrel.errors import PlatformError
-from carrel.isolation import late_masks, masks
+from carrel.isolation import mask_process, masks
 from carrel.isolation.masks import Masks
 from carrel.providers import control_directory
 
 DEADLINE_S = 60.0
-_CODE = f"import sys; sys.path.insert(0, sys.argv[1]); from {late_masks.__name__} import main; main()"
+_CODE = f"import sys; sys.path.insert(0, sys.argv[1]); from {mask_process.__name__} import main; main()"
 
 
 class Masking:

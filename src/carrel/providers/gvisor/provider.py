@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from carrel.errors import PlatformError, Unsupported
-from carrel.isolation import inside, late_mounts, masks, probe, workspace_masks
+from carrel.isolation import inside, late_masks, late_mounts, masks, probe
 from carrel.isolation.cgroups import start_time
 from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.isolation.staging import StagedMount, StageOrder
@@ -251,7 +251,7 @@ class GvisorProvider(Provider):
             with late_mounts.Sandbox(gofer, started) as sandbox:
                 sandbox.mount([late_mounts.LateMount(tree, oci.LATE + inside.WORKSPACE)])
                 if launch.masks is not None and (masks := launch.masks.of_workspace()) is not None:
-                    workspace_masks.cover(sandbox, oci.LATE, masks)
+                    late_masks.cover(sandbox, oci.LATE, masks)
         finally:
             os.close(tree)
 
@@ -260,7 +260,7 @@ class GvisorProvider(Provider):
         late = f"{place}/{_LATE}"
         for path in (f"{place}/{_ROOT}", f"{place}/{_COVERS}", f"{place}/{_STATE}", late):
             os.mkdir(path, 0o755)
-        for below in (inside.WORKSPACE, workspace_masks.COVERS):
+        for below in (inside.WORKSPACE, late_masks.COVERS):
             os.mkdir(late + below, 0o755)
         control.create()
         os.mkdir(f"{control.path}/private/{os.path.basename(oci.LATE)}", 0o700)
