@@ -124,6 +124,7 @@ class Slots:
 
     def _take(self, pool: SlotPool) -> Slot | None:
         slot = self._table.take(pool, time.monotonic())
+        self._measure()
         if slot is None and pool.counts.size:
             self._metrics.pool_claimed(pool.kind.provider, "dry")
             log.info("no slot of %s is ready: a sandbox starts cold", _name(pool.kind))
@@ -234,6 +235,7 @@ class Slots:
         provider = self._providers[pool.kind.provider]
         try:
             self._table.started(slot, await provider.start_slot(replace(pool.kind.launch, id=slot.id)))
+            self._measure()
         except asyncio.CancelledError:
             self._table.gone(slot)
             raise
