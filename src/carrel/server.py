@@ -172,6 +172,14 @@ def _urls(listener: socket.socket) -> tuple[str, str]:
     return _http_url(near, port), _http_url(host, port)
 
 
+def _node_url(listener: socket.socket) -> str:
+    """Return where other servers reach this one, unless the operator says it."""
+    from carrel.control.nodes.registry import default_url
+
+    host, port = listener.getsockname()[:2]
+    return default_url(host, port)
+
+
 def _http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -228,6 +236,7 @@ async def running(
                 await asyncio.sleep(0.005)
             url, listens_on = _urls(listener)
             shown = {"url": url, "pid": os.getpid(), "folder_roots": settings.sandbox.folder_root_paths}
+            await plane.nodes.join(settings.node_url or _node_url(listener), carrel.__version__)
             write_file(record, (json.dumps(shown) + "\n").encode())
             yield RunningServer(url, listens_on, token, token_is_new, settings.data_dir, plane)
         finally:
