@@ -96,23 +96,27 @@ class _Body:
     length: bytes | None
     sends: bool
     """Whether the method has a body."""
+    streams: bool
+    """Whether its route reads it as it comes."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the caller has sent all of it."""
+    begun: bool = False
+    """Whether a part of it was sent on."""
     forwarded: bool = False
     """Whether all of it was sent on."""
     gone: bool = False
     """Whether the caller has gone."""
 
     @classmethod
-    async def begin(cls, scope: Scope, receive: Receive) -> _Body | None:
+    async def begin(cls, scope: Scope, receive: Receive, *, streams: bool) -> _Body | None:
         """Read the first piece; None if the caller has gone."""
         length = next((value for name, value in scope["headers"] if name == b"content-length"), None)
         if scope["type"] != "http" or scope["method"] not in {"POST", "PUT", "PATCH", "DELETE"}:
-            return cls(b"", False, receive, None, False)
+            return cls(b"", False, receive, None, False, False)
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
-        return cls(message.get("body", b""), message.get("more_body", False), receive, length, True)
+        return cls(message.get("body", b""), message.get("more_body", False), receive, length, True, streams)
 
     def again(self) -> Receive:
         """Return a `receive` that begins with the piece that was read."""
@@ -132,7 +136,7 @@ class _Body:
         if not self.sends:
             return "none"
         if not self.more:
-            return digest_of(self.first)
+            return f"length {len(self.first)}" if self.streams else digest_of(self.first)
         return "stream" if self.length is None else f"length {self.length.decode('latin-1')}"
 
 
@@ -199,15 +203,19 @@ class Forwarding:
         caller: Caller,
         run: Run,
         read: Callable[[Receive], Awaitable[bytes | None]],
+        *,
+        streams: bool,
     ) -> None:
-        """Answer a request here with `run`, or on the server where its session is. `read` returns a whole body."""
-        begun = await self._begin(subject, scope, receive, read)
+        """Answer a request here with `run`, or on the server where its session is. `read` returns a whole body;
+        `streams`: the route reads the body as it comes.
+        """
+        begun = await self._begin(subject, scope, receive, read, streams=streams)
         if begun is None:
             return
         body, document = begun
         passed: Pass | None = scope.get(PASS)
         final = passed is not None or body.more or scope["type"] != "http"
-        refused = False
+        asked = self._routing.name
         for _ in range(TRIES):
             if subject.starts:
                 place = await self._routing.start(document, forwarded=passed is not None)
@@ -215,7 +223,7 @@ class Forwarding:
                 place = await self._routing.find(subject.name, forwarded=passed is not None, readable=subject.whole)
             if isinstance(place, Here):
                 moves = _Moves(send)
-                await run(body.again(), send if final else moves)
+                await run(_reconnected(scope, body.again()), send if final else moves)
                 if not moves.moved:
                     return
                 final = True  # if it is for this server again, no other can do more
@@ -224,19 +232,24 @@ class Forwarding:
             else:
                 if await self._asked(place.node, scope, body, send, caller):
                     return
-                refused = True
+                asked = place.node
             self._routing.forget(subject.name)
-            if body.more:
-                break  # a part of it was sent
+            if body.begun and body.more:
+                break  # a part of it was sent, and is not kept
             await self._routing.refresh()
-        words = "does not accept the request for now" if refused else "moved while it was asked for"
-        raise unreachable(self._routing.name, f"could not find the owner: it {words}", hint="ask again")
+        raise unreachable(asked, "does not take this request now: its session may be on its way", hint="ask again")
 
     async def _begin(
-        self, subject: Subject, scope: Scope, receive: Receive, read: Callable[[Receive], Awaitable[bytes | None]]
+        self,
+        subject: Subject,
+        scope: Scope,
+        receive: Receive,
+        read: Callable[[Receive], Awaitable[bytes | None]],
+        *,
+        streams: bool,
     ) -> tuple[_Body, dict[str, Any]] | None:
         if not subject.starts:
-            body = await _Body.begin(scope, receive)
+            body = await _Body.begin(scope, receive, streams=streams)
             return None if body is None else (body, {})
         whole = await read(receive)
         if whole is None:
@@ -245,7 +258,9 @@ class Forwarding:
             document = json.loads(whole)
         except (ValueError, RecursionError):
             document = {}
-        return _Body(whole, False, receive, b"%d" % len(whole), True), document if isinstance(document, dict) else {}
+        return _Body(whole, False, receive, b"%d" % len(whole), True, False), document if isinstance(
+            document, dict
+        ) else {}
 
     # asking the other server
 
@@ -268,7 +283,10 @@ class Forwarding:
         headers = [pair for pair in kept_headers(scope["headers"]) if pair[0] != b"x-request-id"]
         headers.append((b"x-request-id", (caller.request_id or "").encode()))
         request = Forwardable(scope.get("method", "GET"), _target_of(scope), headers, described)
-        who = ANYONE if not self._authenticated else caller.identity.token_id or ADMINISTRATOR
+        who = ANYONE
+        if self._authenticated:
+            assert caller.identity is ROOT or caller.identity.token_id
+            who = caller.identity.token_id or ADMINISTRATOR
         return [*headers, (HEADER, self._passes.make(request, who, peer.record.name, peer.record.boot))]
 
     async def _answered(self, peer: Peer, scope: Scope, body: _Body, send: Send, caller: Caller) -> bool:
@@ -290,6 +308,7 @@ class Forwarding:
                     lines.append(b"\r\ntransfer-encoding: chunked")
             chunked = body.more and body.length is None
             first = b"%x\r\n%s\r\n" % (len(body.first), body.first) if chunked and body.first else body.first
+            body.begun = True
             transport.write(b"".join((*lines, b"\r\n\r\n", first)))
             feeding = asyncio.ensure_future(_feed(wire, body, chunked=chunked))
             try:
@@ -423,7 +442,7 @@ class _Socket:
         leaving = asyncio.ensure_future(self._receive())
         try:
             await asyncio.wait({opening, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not opening.done():
+            if leaving.done():
                 return True  # the caller has gone
             try:
                 socket = opening.result()
@@ -505,6 +524,21 @@ class _Socket:
 
 
 _CONNECTED = "carrel.connected"
+"""Set in the scope of a WebSocket when its first message was taken."""
+
+
+def _reconnected(scope: Scope, receive: Receive) -> Receive:
+    """Return a `receive` that begins with the first message of a WebSocket if that was taken."""
+    given = not scope.get(_CONNECTED)
+
+    async def messages() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "websocket.connect"}
+
+    return messages
 
 
 def _target_of(scope: Scope) -> bytes:

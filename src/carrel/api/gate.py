@@ -129,7 +129,7 @@ class Gate:
             if opened is not None and self._streams(scope):
                 opened.stays_open(task.cancel)
             forwarding = self._forwarding
-            if forwarding is None or (target := forwarding.elsewhere(scope)) is None:
+            if forwarding is None or (subject := forwarding.elsewhere(scope)) is None:
                 await self._answer(caller, scope, headers, receive, watched, opened)
             else:
                 known = caller
@@ -140,7 +140,8 @@ class Gate:
                 async def body(whole: Receive) -> bytes | None:
                     return await self._body(headers, whole)
 
-                await forwarding.serve(target, scope, receive, watched, caller, here, body)
+                streams = self._streams(scope)
+                await forwarding.serve(subject, scope, receive, watched, caller, here, body, streams=streams)
         except CarrelError as error:
             if started:  # the status is already sent: only a broken body can show the failure
                 log.warning("%s broke off: %s", scope["path"], error)

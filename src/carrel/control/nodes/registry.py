@@ -139,10 +139,10 @@ class Nodes:
                 except CarrelError as error:
                     log.warning("this server could not sign off: %s", error)
 
-    async def beat(self) -> None:
-        """Give a sign of life, and see those of the others."""
+    async def beat(self, *, unless_within: float = 0.0) -> None:
+        """Give a sign of life, and see those of the others, unless that was done within the last seconds."""
         async with self._beating:
-            if not self._joined:
+            if not self._joined or time.monotonic() - self._beaten < unless_within:
                 return
             self.me = replace(self.me, sandboxes=len(self._live))
             began = time.monotonic()
@@ -157,7 +157,7 @@ class Nodes:
         """Return another server that answers and that requests can be forwarded to."""
         record = self._known.get(name)
         if (record is None or not self._answers(record)) and time.monotonic() - self._beaten > REFRESH_S:
-            await self.beat()
+            await self.beat(unless_within=REFRESH_S)
             record = self._known.get(name)
         return record if record is not None and self._answers(record) and self.obstacle(record) is None else None
 
@@ -166,9 +166,10 @@ class Nodes:
         record = self._known.get(name)
         return self.obstacle(record) if record is not None and self._answers(record) else None
 
-    def suspect(self, record: NodeRecord) -> None:
+    def suspect(self, name: str) -> None:
         """Record that a server could not be reached. It counts as silent until its next sign of life."""
-        self._suspected[record.name] = record.seen_at
+        if (record := self._known.get(name)) is not None:
+            self._suspected[name] = record.seen_at
 
     def is_silent(self, record: NodeRecord) -> bool:
         """Whether a server gave no sign of life for its lease, or a new process has its name. One that signed off is

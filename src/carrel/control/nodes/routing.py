@@ -93,7 +93,7 @@ class Routing:
 
     def suspect(self, peer: Peer) -> None:
         """Record that no connection to a server could be opened."""
-        self._nodes.suspect(peer.record)
+        self._nodes.suspect(peer.record.name)
 
     def forget(self, name: str) -> None:
         """Forget the owner of a session: it was not there."""
