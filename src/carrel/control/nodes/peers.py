@@ -74,7 +74,7 @@ class TcpLink:
     @property
     def authority(self) -> bytes:
         """See `NodeLink`."""
-        return (f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}").encode("idna")
+        return (f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}").encode("ascii")
 
     async def connect(self, protocol: Callable[[], asyncio.Protocol]) -> None:
         """See `NodeLink`."""
