@@ -170,6 +170,7 @@ async def test_terminals_and_attached_commands(fleet: Fleet, at: dict[str, httpx
         async with socket(fleet, wrong, f"{box}/terminals?rows=0"):
             pass
     assert refused.value.response.status_code == 400
+    assert json.loads(refused.value.response.body or b"")["field"] == "rows"
     await ended(at[wrong], "terminals")
 
 

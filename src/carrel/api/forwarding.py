@@ -13,11 +13,13 @@ import re
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Receive, Scope, Send
 
 from carrel.api.problems import MOVED_HEADER
+from carrel.api.socket_relay import SocketRelay, with_first_message
 from carrel.control.nodes.passes import (
     ADMINISTRATOR,
     ANYONE,
@@ -47,7 +49,6 @@ log = logging.getLogger("carrel.api")
 PASS = "carrel.pass"  # noqa: S105 - the key in the ASGI scope
 TRIES = 4
 GRACE_S, DISCARD_S = 30.0, 2.0
-MAX_REFUSAL = 64 * 1024
 _HOP = frozenset(
     {
         b"connection", b"keep-alive", b"proxy-authenticate", b"te", b"trailer", b"transfer-encoding", b"upgrade",
@@ -78,12 +79,12 @@ _METHODS = frozenset(row.method for row in TABLE)
 @dataclass(frozen=True, slots=True)
 class Subject:
     """The session or context that a request is about. `starts`: it gets or creates a sandbox, and the body names the
-    context. `whole`: it concerns the session itself, not something in it.
+    context. `readable`: it reads the record of the session, which any server can.
     """
 
     name: str = ""
     starts: bool = False
-    whole: bool = False
+    readable: bool = False
 
 
 @dataclass(slots=True)
@@ -172,7 +173,7 @@ class Forwarding:
         found = _NAMED.match(path)
         if found is None or self._live.find(found[1]) is not None or scope.get("method", "GET") not in _METHODS:
             return None
-        return Subject(found[1], whole=found.end() == len(path))
+        return Subject(found[1], readable=found.end() == len(path) and scope.get("method") == "GET")
 
     # on the server that is asked by another
 
@@ -220,10 +221,10 @@ class Forwarding:
             if subject.starts:
                 place = await self._routing.start(document, forwarded=passed is not None)
             else:
-                place = await self._routing.find(subject.name, forwarded=passed is not None, readable=subject.whole)
+                place = await self._routing.find(subject.name, forwarded=passed is not None, readable=subject.readable)
             if isinstance(place, Here):
                 moves = _Moves(send)
-                await run(_reconnected(scope, body.again()), send if final else moves)
+                await run(with_first_message(scope, body.again()), send if final else moves)
                 if not moves.moved:
                     return
                 final = True  # if it is for this server again, no other can do more
@@ -271,14 +272,15 @@ class Forwarding:
             return False
         try:
             if scope["type"] == "websocket":
-                return await _Socket(self, peer, scope, body.receive, send, caller).run()
+                dial = partial(self._websocket, peer, scope, caller)
+                return await SocketRelay(peer, dial, scope, body.receive, send).run()
             return await self._answered(peer, scope, body, send, caller)
         except NotConnected:
             log.warning("server '%s' could not be reached at %s", node, peer.record.url)
             self._routing.suspect(peer)
             return False
 
-    def headers(self, peer: Peer, scope: Scope, described: str, caller: Caller) -> list[tuple[bytes, bytes]]:
+    def _headers(self, peer: Peer, scope: Scope, described: str, caller: Caller) -> list[tuple[bytes, bytes]]:
         """Return the headers of a forwarded request, with its pass."""
         headers = [pair for pair in kept_headers(scope["headers"]) if pair[0] != b"x-request-id"]
         headers.append((b"x-request-id", (caller.request_id or "").encode()))
@@ -297,7 +299,7 @@ class Forwarding:
             transport = wire.transport
             assert transport is not None
             lines = [scope["method"].encode(), b" ", _target_of(scope), b" HTTP/1.1\r\nhost: ", peer.link.authority]
-            for name, value in self.headers(peer, scope, body.described, caller):
+            for name, value in self._headers(peer, scope, body.described, caller):
                 lines += (b"\r\n", name, b": ", value)
             if body.sends:
                 if not body.more:
@@ -346,11 +348,11 @@ class Forwarding:
             wire.chunks.clear()
         return True
 
-    async def websocket(self, peer: Peer, scope: Scope, caller: Caller) -> ClientConnection:
+    async def _websocket(self, peer: Peer, scope: Scope, caller: Caller) -> ClientConnection:
         """Open a WebSocket to another server."""
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
-            for name, value in self.headers(peer, scope, "none", caller)
+            for name, value in self._headers(peer, scope, "none", caller)
         ]
         offered = [each for each in scope.get("subprotocols", []) if not each.startswith("carrel.token.")]
         return await peer.websocket(_target_of(scope).decode("latin-1"), headers, offered)
@@ -418,127 +420,6 @@ class _Moves:
             self.moved = any(name == MOVED_HEADER.encode() for name, _ in message.get("headers", ()))
         if not self.moved:
             await self._send(message)
-
-
-class _Socket:
-    """A WebSocket that is passed on."""
-
-    def __init__(self, owner: Forwarding, peer: Peer, scope: Scope, receive: Receive, send: Send, caller: Caller):
-        self._owner = owner
-        self._peer = peer
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._caller = caller
-
-    async def run(self) -> bool:
-        """Connect, and pass messages on until one side closes; False if the other server did nothing."""
-        from websockets.exceptions import InvalidHandshake, InvalidStatus
-
-        if not self._scope.get(_CONNECTED):
-            await self._receive()  # `websocket.connect`, once
-            self._scope[_CONNECTED] = True
-        opening = asyncio.ensure_future(self._owner.websocket(self._peer, self._scope, self._caller))
-        leaving = asyncio.ensure_future(self._receive())
-        try:
-            await asyncio.wait({opening, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if leaving.done():
-                return True  # the caller has gone
-            try:
-                socket = opening.result()
-            except InvalidStatus as error:
-                answer = error.response
-                return await self._refused(answer.status_code, answer.headers.raw_items(), bytes(answer.body or b""))
-            except (OSError, TimeoutError):
-                raise NotConnected from None
-            except (InvalidHandshake, EOFError):
-                raise unreachable(self._peer.record.name, "broke off while a WebSocket was opened") from None
-            try:
-                await self._send({"type": "websocket.accept", "subprotocol": socket.subprotocol})
-                await self._pump(socket, leaving)
-            finally:
-                self._peer.ended(socket)
-            return True
-        finally:
-            await tasks.cancel([opening, leaving])
-
-    async def _refused(self, status: int, given: Any, body: bytes) -> bool:
-        headers = [(str(name).lower().encode("latin-1"), str(value).encode("latin-1")) for name, value in given]
-        if any(name == MOVED_HEADER.encode() for name, _ in headers):
-            return False
-        if status == 401 and b'"Carrel-Forwarded"' in body:
-            return False
-        if "websocket.http.response" not in self._scope.get("extensions", {}):
-            await self._send({"type": "websocket.close", "code": 1008})
-            return True
-        kept = [pair for pair in headers if pair[0] in {b"content-type", b"retry-after", b"www-authenticate"}]
-        kept.append((b"content-length", b"%d" % len(body[:MAX_REFUSAL])))
-        await self._send({"type": "websocket.http.response.start", "status": status, "headers": kept})
-        await self._send({"type": "websocket.http.response.body", "body": body[:MAX_REFUSAL]})
-        return True
-
-    async def _pump(self, socket: ClientConnection, leaving: asyncio.Future[Any]) -> None:
-        outward = asyncio.ensure_future(self._outward(socket, leaving))
-        inward = asyncio.ensure_future(self._inward(socket))
-        try:
-            await asyncio.wait({outward, inward}, return_when=asyncio.FIRST_COMPLETED)
-            if inward.done():
-                inward.result()
-            elif outward.done():
-                outward.result()
-        finally:
-            await tasks.cancel([outward, inward])
-
-    async def _outward(self, socket: ClientConnection, first: asyncio.Future[Any]) -> None:
-        from websockets.exceptions import ConnectionClosed
-
-        message = await first
-        while message["type"] == "websocket.receive":
-            data = message.get("bytes")
-            try:
-                await socket.send(message["text"] if data is None else data)
-            except ConnectionClosed:
-                await asyncio.Event().wait()  # the other direction tells the caller why
-            message = await self._receive()
-        code = message.get("code") or 1000
-        await socket.close(code if code in {1000, 1001} or 3000 <= code < 5000 else 1000)
-
-    async def _inward(self, socket: ClientConnection) -> None:
-        from websockets.exceptions import ConnectionClosed
-
-        try:
-            while True:
-                data = await socket.recv()
-                kind = "text" if isinstance(data, str) else "bytes"
-                await self._send({"type": "websocket.send", kind: data})
-        except ConnectionClosed as error:
-            closed = error.rcvd
-        if closed is None:
-            lost = unreachable(
-                self._peer.record.name, "went away", hint="what was asked for may have been done; ask again"
-            )
-            await self._send({"type": "websocket.send", "text": json.dumps({"error": lost.problem()})})
-            await self._send({"type": "websocket.close", "code": 1011, "reason": lost.code})
-        else:
-            await self._send({"type": "websocket.close", "code": closed.code, "reason": closed.reason})
-
-
-_CONNECTED = "carrel.connected"
-"""Set in the scope of a WebSocket when its first message was taken."""
-
-
-def _reconnected(scope: Scope, receive: Receive) -> Receive:
-    """Return a `receive` that begins with the first message of a WebSocket if that was taken."""
-    given = not scope.get(_CONNECTED)
-
-    async def messages() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "websocket.connect"}
-
-    return messages
 
 
 def _target_of(scope: Scope) -> bytes:
