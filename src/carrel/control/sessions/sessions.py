@@ -78,14 +78,12 @@ class Sessions:
             return box
         record = await self.record(name)
         if record.state in LIVE and record.node not in {None, self._leases.node}:
-            if await self._leases.held(record):
+            owner = await self._leases.owner(record)
+            if owner not in {None, self._leases.node}:
                 raise RunsElsewhere(
-                    f"sandbox '{name}' runs on server '{record.node}'",
-                    field="id",
-                    hint=f"ask server '{record.node}'",
-                    node=record.node,
+                    f"sandbox '{name}' runs on server '{owner}'", field="id", hint=f"ask server '{owner}'", node=owner
                 )
-            raise NotRunning(
+            raise NotRunning(  # also while it is being started here
                 f"sandbox '{name}' ran on server '{record.node}', which no longer answers",
                 field="id",
                 hint="deploy_or_resume starts it on another server, from its newest snapshot",
