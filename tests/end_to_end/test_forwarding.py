@@ -134,6 +134,8 @@ async def test_every_kind_of_request_through_the_wrong_server(fleet: Fleet, at: 
     assert (await http.post(f"{box}/commands", json={"command": "true"})).json()["code"] == "not_running"
     assert (await started(at[third], "every-kind"))[0] == owner
     assert (await http.get(f"{box}/files/stat?path=f")).json()["size"] == 3_000_000
+    counted = (await http.get("/metrics")).text
+    assert 'carrel_forwarded_requests_total{outcome="answered"}' in counted
     await ended(http, "every-kind")
 
 

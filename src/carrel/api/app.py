@@ -51,7 +51,9 @@ def create_app(
     """
     forwarding = None
     if plane.nodes.shared:
-        forwarding = Forwarding(plane.routing, plane.passes, plane.live, plane.tokens, authenticated=authenticated)
+        forwarding = Forwarding(
+            plane.routing, plane.passes, plane.live, plane.tokens, plane.metrics, authenticated=authenticated
+        )
     return Gate(
         routes(plane, version),
         tokens=plane.tokens if authenticated else None,

@@ -37,6 +37,7 @@ from carrel.control.operations.caller import Caller
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.errors import NodeUnreachable, Unauthorized
 from carrel.identity import ROOT, Identity, Tokens
+from carrel.metrics import Metrics
 from carrel.models.operations import DEPLOY_OR_RESUME, TABLE, ForwardedOperation
 from carrel.primitives import tasks
 from carrel.primitives.http_wire import MAX_PROBLEM, HttpWire
@@ -154,9 +155,11 @@ class Forwarding:
         passes: Passes,
         live: LiveSandboxes,
         tokens: Tokens,
+        metrics: Metrics,
         *,
         authenticated: bool,
     ):
+        self._metrics = metrics
         self._routing = routing
         self._passes = passes
         self._live = live
@@ -273,12 +276,20 @@ class Forwarding:
         try:
             if scope["type"] == "websocket":
                 dial = partial(self._websocket, peer, scope, caller)
-                return await SocketRelay(peer, dial, scope, body.receive, send).run()
-            return await self._answered(peer, scope, body, send, caller)
+                answered = await SocketRelay(peer, dial, scope, body.receive, send).run()
+            else:
+                answered = await self._answered(peer, scope, body, send, caller)
         except NotConnected:
             log.warning("server '%s' could not be reached at %s", node, peer.record.url)
+            self._metrics.forwarded("not_connected")
             self._routing.suspect(peer)
             return False
+        except NodeUnreachable:
+            if not body.gone:
+                self._metrics.forwarded("lost")
+            raise
+        self._metrics.forwarded("answered" if answered else "refused")
+        return answered
 
     def _headers(self, peer: Peer, scope: Scope, described: str, caller: Caller) -> list[tuple[bytes, bytes]]:
         """Return the headers of a forwarded request, with its pass."""
