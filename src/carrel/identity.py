@@ -363,8 +363,9 @@ class Tokens:
                 self._identities.pop(key)
                 raise _revoked()
             identity = token.identity()
-            if before == self._revocations:  # else this token may have been revoked meanwhile
-                self._identities.put(key, (identity, now))
+            if before != self._revocations:  # this token may have been revoked meanwhile
+                return await self.of_id(token_id)
+            self._identities.put(key, (identity, now))
         return _unexpired(identity, now)
 
     async def _look_up(self, key: str, now: float) -> Identity:
