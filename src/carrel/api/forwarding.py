@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -227,7 +227,8 @@ class Forwarding:
                 place = await self._routing.find(subject.name, forwarded=passed is not None, readable=subject.readable)
             if isinstance(place, Here):
                 moves = _Moves(send)
-                await run(with_first_message(scope, body.again()), send if final else moves)
+                with self._routing.starting() if subject.starts else nullcontext():
+                    await run(with_first_message(scope, body.again()), send if final else moves)
                 if not moves.moved:
                     return
                 final = True  # if it is for this server again, no other can do more

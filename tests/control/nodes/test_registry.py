@@ -101,7 +101,14 @@ async def test_starts_between_two_signs_of_life_are_counted(database: Database) 
     a.placed("b")
     assert a.candidates()["b"].sandboxes == 1
     await a.beat()
-    assert a.candidates()["b"].sandboxes == 0, "the server has counted by itself"
+    assert a.candidates()["b"].sandboxes == 1, "b has not spoken since"
+    with b.starting():
+        await b.beat()
+    await a.beat()
+    assert a.candidates()["b"].sandboxes == 1, "now b counts it by itself"
+    await b.beat()
+    await a.beat()
+    assert a.candidates()["b"].sandboxes == 0
 
 
 async def test_a_server_alone_writes_nothing(database: Database) -> None:

@@ -13,8 +13,8 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Literal
@@ -104,8 +104,9 @@ class Nodes:
         self.me = NodeFacts(name, secrets.token_hex(8), None, machine_id(), key_id, "", (), 0, capacity, lease_s)
         self._began = time.time()
         self._known: dict[str, NodeRecord] = {}
-        self._placed: dict[str, int] = {}
-        """Sandboxes that this server placed on others since their last signs of life."""
+        self._placed: dict[str, list[float]] = {}
+        """When this server placed sandboxes on others whose signs of life do not count them yet."""
+        self._starting = 0
         self._suspected: dict[str, float] = {}
         """Servers that could not be reached, by their last sign of life: they answer again after a later one."""
         self._joined = False
@@ -144,13 +145,17 @@ class Nodes:
         async with self._beating:
             if not self._joined or time.monotonic() - self._beaten < unless_within:
                 return
-            self.me = replace(self.me, sandboxes=len(self._live))
+            self.me = replace(self.me, sandboxes=self._sandboxes)
             began = time.monotonic()
             now, found = await self._store.beat(self.me, forget_s=FORGET_S)
             self._beaten = ended = time.monotonic()
             self._offset = now - (began + ended) / 2
             self._known = {each.name: each for each in found if each.name != self.me.name}
-            self._placed.clear()
+            self._placed = {
+                name: [at for at in placed if at >= self._known[name].seen_at]
+                for name, placed in self._placed.items()
+                if name in self._known
+            }
             self._suspected = {name: seen for name, seen in self._suspected.items() if name in self._known}
 
     async def find(self, name: str) -> NodeRecord | None:
@@ -191,21 +196,34 @@ class Nodes:
     def candidates(self) -> dict[str, Candidate]:
         """Return this server and the others that requests can be forwarded to."""
         here = self.me
-        found = {here.name: Candidate(here.name, len(self._live), here.capacity, here.providers)}
+        found = {here.name: Candidate(here.name, self._sandboxes, here.capacity, here.providers)}
         for each in self._known.values():
             if self._answers(each) and self.obstacle(each) is None:
-                sandboxes = each.sandboxes + self._placed.get(each.name, 0)
+                sandboxes = each.sandboxes + len(self._placed.get(each.name, ()))
                 found[each.name] = Candidate(each.name, sandboxes, each.capacity, each.providers)
         return found
 
     def placed(self, name: str) -> None:
         """Count a sandbox that is about to start on another server."""
-        self._placed[name] = self._placed.get(name, 0) + 1
+        self._placed.setdefault(name, []).append(self.now())
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Count a sandbox that is about to start here."""
+        self._starting += 1
+        try:
+            yield
+        finally:
+            self._starting -= 1
+
+    @property
+    def _sandboxes(self) -> int:
+        return len(self._live) + self._starting
 
     async def page(self) -> list[NodeInfo]:
         """Return every server, by name; silent ones for a day."""
         await self.beat()
-        here = replace(self.me, sandboxes=len(self._live))
+        here = replace(self.me, sandboxes=self._sandboxes)
         mine = NodeInfo(
             name=here.name,
             url=here.url,

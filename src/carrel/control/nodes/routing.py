@@ -5,6 +5,7 @@ Reads records; forwards nothing. `placement` decides.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from carrel.control.nodes.peers import Peer, Peers, unreachable
@@ -85,6 +86,10 @@ class Routing:
             return HERE
         self._nodes.placed(chosen)
         return There(chosen)
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Count a sandbox that is about to start here."""
+        return self._nodes.starting()
 
     async def peer(self, node: str) -> Peer | None:
         """Return the connections to another server; None if it does not answer any more."""
