@@ -14,10 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bench.measure import BenchFailed
@@ -182,12 +183,15 @@ class Server:
 
 
 @asynccontextmanager
-async def server() -> AsyncIterator[Server]:
-    """Run a server with its own data directory. It ends with the block, and its sandboxes with it."""
+async def server(settings: Mapping[str, str] = MappingProxyType({})) -> AsyncIterator[Server]:
+    """Run a server with its own data directory; `settings` are more variables of its environment. It ends with the
+    block, and its sandboxes with it.
+    """
     async with scratch() as place:
         data = place / "data"
         command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(data)]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("CARREL_")}
+        environment |= settings
         with (place / "server.log").open("wb") as log:
             process = subprocess.Popen(
                 command, cwd=place, env=environment, stdout=log, stderr=log, start_new_session=True

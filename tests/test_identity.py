@@ -178,6 +178,31 @@ async def test_a_token_is_shown_once_and_known_by_its_hash(tokens: Tokens, store
         await tokens.identify(text)
 
 
+async def test_a_token_by_its_id_is_as_good_as_the_token(
+    tokens: Tokens, store: TokenStore, clock: Clock, queries: list[object]
+) -> None:
+    text, token = await tokens.issue(Grant("a", OwnerKind.AGENT, [Scope.READ], None, ["c"], 5000.0), ROOT)
+    assert await tokens.of_id(token.id) == await tokens.identify(text)
+    queries.clear()
+    assert (await tokens.of_id(token.id)).token_id == token.id and not queries
+    for wrong in ("tok-absent", "", token.hash, text):
+        with pytest.raises(Unauthorized):
+            await tokens.of_id(wrong)
+    elsewhere = Tokens(store, None, _nobody, clock)
+    await elsewhere.of_id(token.id)
+    await tokens.revoke(token.id)
+    with pytest.raises(Unauthorized, match="revoked"):
+        await tokens.of_id(token.id)
+    clock.now += module.CACHE_S
+    with pytest.raises(Unauthorized, match="revoked"):
+        await elsewhere.of_id(token.id)
+    _, short = await tokens.issue(Grant("b", OwnerKind.AGENT, [Scope.READ], expires_at=clock.now + 1), ROOT)
+    await tokens.of_id(short.id)
+    clock.now += 1
+    with pytest.raises(Unauthorized, match="expired"):
+        await tokens.of_id(short.id)
+
+
 async def test_use_is_noted_now_and_then(tokens: Tokens, clock: Clock) -> None:
     text, token = await tokens.issue(Grant("a", OwnerKind.AGENT, [Scope.READ]), ROOT)
     seen = []

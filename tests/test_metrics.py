@@ -52,6 +52,7 @@ def use_all(metrics: Metrics) -> None:
     metrics.mcp_called("platform", "made up", 0.003)
     metrics.mcp_discovered("ok", 0.2)
     metrics.router(2, 3, 1, 4096)
+    metrics.forwarded("answered")
     metrics.sandboxes({State.RUNNING: 3, State.TERMINATED: 9})
     metrics.workspace("conversation-42", 4096, 1_700_000_000.5, namespace="default", agent="coder")
     metrics.volume(5_000_000, 9_000_000)
@@ -77,6 +78,7 @@ def test_every_call_shows() -> None:
     assert value(metrics, "carrel_mcp_call_seconds_count", origin="context", outcome="tool_error") == 1
     assert value(metrics, "carrel_mcp_call_seconds_count", origin="platform", outcome="unexpected") == 1
     assert value(metrics, "carrel_mcp_discovery_seconds_sum", outcome="ok") == 0.2
+    assert value(metrics, "carrel_forwarded_requests_total", outcome="answered") == 1
     assert value(metrics, "carrel_sandboxes", state="running") == 3
     assert value(metrics, "carrel_sandboxes", state="stopped") == 0
     assert value(metrics, "carrel_sandboxes", state="terminated") is None

@@ -478,6 +478,13 @@ class Settings(_Group):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
         description="the name of this server among those on one database; by default a generated name",
     )
+    node_url: str | None = Field(
+        default=None,
+        max_length=255,
+        pattern=r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$",
+        description="where the other servers on the database reach this one, such as `http://10.0.0.5:7070`; by "
+        "default the address that it listens on",
+    )
     lease_s: float = Field(
         default=30.0, ge=1, le=3600, description="seconds without a sign of life until a server loses its sessions"
     )

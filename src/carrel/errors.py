@@ -26,6 +26,7 @@
         ├── ArchiveUnavailable  503  the archive's storage does not answer
         ├── SnapshotDamaged     500  stored content is missing or has changed
         ├── SandboxLost         502  the sandbox died or sent an invalid response
+        ├── NodeUnreachable     503  the server that has the session does not answer; ask again after `Retry-After`
         └── ServerUnreachable   503
 
 Errors cross process borders as codes of this table, never as class names. This module imports nothing of carrel.
@@ -167,7 +168,9 @@ class NotRunning(Conflict):
 
 
 class RunsElsewhere(Conflict):
-    """Another server on the same database has the session; `node` in `extra` names it."""
+    """Another server on the same database has the session, and the request cannot be forwarded to it; `node` in `extra`
+    names it.
+    """
 
     code, title = "runs_elsewhere", "Another server has this session"
 
@@ -230,6 +233,14 @@ class SandboxLost(PlatformError):
     """The sandbox died or sent an invalid response."""
 
     code, status, title = "sandbox_lost", 502, "The sandbox is gone"
+
+
+class NodeUnreachable(PlatformError):
+    """The server that has the session does not answer. The same request succeeds later: when that server answers again,
+    or when its lease has ended and another takes the session over. `retry_after` in `extra` is in seconds.
+    """
+
+    code, status, title = "node_unreachable", 503, "The server of the session does not answer"
 
 
 class ServerUnreachable(PlatformError):

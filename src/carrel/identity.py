@@ -343,9 +343,30 @@ class Tokens:
             identity = known[0]
         else:
             identity = await self._look_up(key, now)
-        if identity.expires_at is not None and identity.expires_at <= now:
-            raise Unauthorized("the token has expired", field="Authorization", hint="ask for a new one")
-        return identity
+        return _unexpired(identity, now)
+
+    async def of_id(self, token_id: str) -> Identity:
+        """Return the identity of a token that another server has seen; `Unauthorized` when it is unknown, revoked or
+        expired.
+        """
+        key, now = f"id {token_id}", self._clock()
+        known = self._identities.get(key)
+        if known is not None and known[1] <= now < known[1] + CACHE_S:
+            identity = known[0]
+        else:
+            before = self._revocations
+            kept = await self._store.get(token_id)
+            if kept is None:
+                raise _unknown()
+            token = _token(kept)
+            if token.revoked_at is not None:
+                self._identities.pop(key)
+                raise _revoked()
+            identity = token.identity()
+            if before != self._revocations:  # this token may have been revoked meanwhile
+                return await self.of_id(token_id)
+            self._identities.put(key, (identity, now))
+        return _unexpired(identity, now)
 
     async def _look_up(self, key: str, now: float) -> Identity:
         if self._unknown.get(key):
@@ -360,7 +381,7 @@ class Tokens:
         token = _token(kept)
         if token.revoked_at is not None:
             self._identities.pop(key)
-            raise Unauthorized("the token was revoked", field="Authorization", hint="ask for a new one")
+            raise _revoked()
         identity = token.identity()
         if token.used_at is None or now - token.used_at > USED_S:
             await self._store.used(token.id, now)
@@ -403,6 +424,16 @@ def _unknown() -> Unauthorized:
         field="Authorization",
         hint="send `Authorization: Bearer TOKEN`; the server printed where it stores its token",
     )
+
+
+def _revoked() -> Unauthorized:
+    return Unauthorized("the token was revoked", field="Authorization", hint="ask for a new one")
+
+
+def _unexpired(identity: Identity, now: float) -> Identity:
+    if identity.expires_at is not None and identity.expires_at <= now:
+        raise Unauthorized("the token has expired", field="Authorization", hint="ask for a new one")
+    return identity
 
 
 def _token(kept: Kept) -> Token:

@@ -177,6 +177,15 @@ IMAGE_PULL = _declare(
     _LONG,
 )
 IMAGES = _declare("carrel_images", "gauge", "Images on this server, when they were last looked at.")
+FORWARDED = _declare(
+    "carrel_forwarded_requests_total",
+    "counter",
+    "Requests that this server forwarded to the server of their session.",
+    {
+        "outcome": "`answered`, whatever the answer was; `lost`: the other server died or broke the protocol; "
+        "`not_connected`; `refused`: it was not the owner"
+    },
+)
 ROUTER_CALLS = _declare(
     "carrel_router_calls_total", "counter", "Calls of Python without a context.", {"outcome": _OUTCOME}
 )
@@ -286,6 +295,8 @@ class Metrics:
         self._volume_capacity = self._gauge(VOLUME_CAPACITY)
         routed = Counter(ROUTER_CALLS.name, ROUTER_CALLS.text, list(ROUTER_CALLS.labels), registry=self._registry)
         self._routed = _Series(routed)
+        forwarded = Counter(FORWARDED.name, FORWARDED.text, list(FORWARDED.labels), registry=self._registry)
+        self._forwarded = _Series(forwarded)
         self._router_waiting = self._gauge(ROUTER_WAITING)
         self._router_memory = self._gauge(ROUTER_MEMORY)
         self._router_sandboxes = _Series(self._gauge(ROUTER_SANDBOXES))
@@ -357,6 +368,10 @@ class Metrics:
     def routed(self, outcome: str) -> None:
         """Count a call without a context that ended or was refused."""
         self._routed[_known(outcome),].inc()
+
+    def forwarded(self, outcome: Literal["answered", "lost", "not_connected", "refused"]) -> None:
+        """Count a request that was forwarded to another server."""
+        self._forwarded[outcome,].inc()
 
     def router(self, waiting: int, busy: int, idle: int, memory_bytes: int) -> None:
         """Set how many calls without a context wait, and the state of their sandboxes."""

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import carrel
 from carrel.config import Settings, load
@@ -172,6 +173,22 @@ def _urls(listener: socket.socket) -> tuple[str, str]:
     return _http_url(near, port), _http_url(host, port)
 
 
+def _hosts(settings: Settings) -> frozenset[str] | None:
+    """Return the hosts that requests may name; None for any."""
+    if not is_loopback(settings.host):
+        return None
+    named = urlsplit(settings.node_url or "").hostname  # a proxy in front of it may pass this name on
+    return _LOOPBACK | {settings.host.lower()} | (frozenset() if named is None else {named})
+
+
+def _node_url(listener: socket.socket) -> str:
+    """Return where other servers reach this one, unless the operator says it."""
+    from carrel.control.nodes.registry import default_url
+
+    host, port = listener.getsockname()[:2]
+    return default_url(host, port)
+
+
 def _http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -210,7 +227,7 @@ async def running(
             raise
         plane = await ControlPlane.open(settings, host=host, token=token)
         try:
-            hosts = _LOOPBACK | {settings.host.lower()} if is_loopback(settings.host) else None
+            hosts = _hosts(settings)
             app = create_app(plane, authenticated=token is not None, hosts=hosts, version=carrel.__version__)
             server = HttpServer(app, Connections(connections_allowed()))
             if token is not None:
@@ -228,6 +245,7 @@ async def running(
                 await asyncio.sleep(0.005)
             url, listens_on = _urls(listener)
             shown = {"url": url, "pid": os.getpid(), "folder_roots": settings.sandbox.folder_root_paths}
+            await plane.nodes.join(settings.node_url or _node_url(listener), carrel.__version__)
             write_file(record, (json.dumps(shown) + "\n").encode())
             yield RunningServer(url, listens_on, token, token_is_new, settings.data_dir, plane)
         finally:

@@ -40,9 +40,9 @@ if point == "used":
 elif point == "recorded":
     dies(AuditLog, "begin", when=lambda given: given[1].approval is not None and given[1].name == "run_command")
 elif point == "sent":
-    dies(connection._Wire, "finish", after=False, when=running)
+    dies(connection.HttpWire, "finish", after=False, when=running)
 elif point == "answered":
-    dies(connection._Wire, "finish", when=running)
+    dies(connection.HttpWire, "finish", when=running)
 elif point == "recovering":
     dies(ApprovalStore, "ended", after=False)
 elif point == "recovered":

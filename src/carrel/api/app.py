@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute, Match, Route, Router
 from starlette.types import Receive, Scope, Send
 
 from carrel.api import approvals, attached, commands, host, policies, problems, sandboxes, secrets
+from carrel.api.forwarding import Forwarding
 from carrel.api.gate import Gate
 from carrel.api.guard import OperationRoute, import_framework
 from carrel.api.page import page
@@ -48,6 +49,11 @@ def create_app(
     """Build the ASGI application for a control plane. Without `authenticated` it needs no token; `hosts` None accepts
     any Host header.
     """
+    forwarding = None
+    if plane.nodes.shared:
+        forwarding = Forwarding(
+            plane.routing, plane.passes, plane.live, plane.tokens, plane.metrics, authenticated=authenticated
+        )
     return Gate(
         routes(plane, version),
         tokens=plane.tokens if authenticated else None,
@@ -55,6 +61,7 @@ def create_app(
         redact=plane.secret_values.clean_text,
         max_body=plane.settings.max_body,
         hosts=hosts,
+        forwarding=forwarding,
     )
 
 

@@ -17,12 +17,14 @@ from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from carrel.api.forwarding import PASS, Forwarding
 from carrel.api.parts import CALLER
-from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode
+from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode, headers_of
 from carrel.connections import mark_authenticated, replay
 from carrel.control.governance.open_requests import OpenRequest, OpenRequests
+from carrel.control.nodes.passes import HEADER, require_body, require_length
 from carrel.control.operations.caller import Caller
-from carrel.errors import CarrelError, InvalidRequest, TooLarge
+from carrel.errors import CarrelError, InvalidRequest, TooLarge, Unauthorized
 from carrel.identity import ROOT, Identity, Tokens
 from carrel.primitives import tasks
 
@@ -44,7 +46,7 @@ MAX_WAIT_S = 600.0
 _WANTED = frozenset(
     {
         b"authorization", b"host", b"origin", b"content-length", b"sec-websocket-protocol",
-        b"carrel-approval", b"carrel-wait", b"x-request-id",
+        b"carrel-approval", b"carrel-wait", b"x-request-id", HEADER,
     }
 )  # fmt: skip
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -67,7 +69,9 @@ def _origin_host(value: bytes) -> str | None:
 
 
 class Gate:
-    """Wraps the application. `tokens` None: no token is needed; `hosts` None: any Host is accepted."""
+    """Wraps the application. `tokens` None: no token is needed; `hosts` None: any Host is accepted; `forwarding` None:
+    this server is alone.
+    """
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class Gate:
         redact: Redact,
         max_body: int,
         hosts: frozenset[str] | None,
+        forwarding: Forwarding | None,
     ):
         self._app = app
         self._tokens = tokens
@@ -85,6 +90,7 @@ class Gate:
         self._redact = redact
         self._max_body = max_body
         self._hosts = hosts
+        self._forwarding = forwarding
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -122,15 +128,20 @@ class Gate:
             caller = scope[CALLER] = _caller(identity, headers)
             if opened is not None and self._streams(scope):
                 opened.stays_open(task.cancel)
-            if scope["type"] == "http" and scope["method"] in _BODY_METHODS and not self._streams(scope):
-                body = await self._body(headers, receive)
-                if body is None:
-                    return
-                if caller.wait_s:
-                    await self._attended(caller, scope, body, receive, watched, opened)
-                    return
-                receive = replay(body, receive)
-            await self._app(scope, receive, watched)
+            forwarding = self._forwarding
+            if forwarding is None or (subject := forwarding.elsewhere(scope)) is None:
+                await self._answer(caller, scope, headers, receive, watched, opened)
+            else:
+                known = caller
+
+                async def here(again: Receive, held: Send) -> None:
+                    await self._answer(known, scope, headers, again, held, opened)
+
+                async def body(whole: Receive) -> bytes | None:
+                    return await self._body(headers, whole)
+
+                streams = self._streams(scope)
+                await forwarding.serve(subject, scope, receive, watched, caller, here, body, streams=streams)
         except CarrelError as error:
             if started:  # the status is already sent: only a broken body can show the failure
                 log.warning("%s broke off: %s", scope["path"], error)
@@ -157,6 +168,28 @@ class Gate:
             if opened is not None:
                 opened.close()
 
+    async def _answer(
+        self,
+        caller: Caller,
+        scope: Scope,
+        headers: dict[bytes, bytes],
+        receive: Receive,
+        send: Send,
+        opened: OpenRequest | None,
+    ) -> None:
+        """Answer a request on this server."""
+        if scope["type"] == "http" and scope["method"] in _BODY_METHODS and not self._streams(scope):
+            body = await self._body(headers, receive)
+            if body is None:
+                return
+            if (passed := scope.get(PASS)) is not None:
+                require_body(passed, body)
+            if caller.wait_s:
+                await self._attended(caller, scope, body, receive, send, opened)
+                return
+            receive = replay(body, receive)
+        await self._app(scope, receive, send)
+
     async def _told(self, scope: Scope, error: Exception) -> str:
         """Return the traceback without secrets, for the log."""
         named = scope.get("path_params") or {}
@@ -179,6 +212,8 @@ class Gate:
                 )
 
     async def _identify(self, scope: Scope, headers: dict[bytes, bytes]) -> Identity:
+        if HEADER in headers:
+            return await self._forwarded(scope, headers)
         if self._tokens is None:
             mark_authenticated(scope)
             return ROOT
@@ -192,6 +227,21 @@ class Gate:
                     if offer.strip().startswith(TOKEN_SUBPROTOCOL):
                         given = offer.strip()[len(TOKEN_SUBPROTOCOL) :]
         identity = await self._tokens.identify(given.strip())
+        mark_authenticated(scope)
+        return identity
+
+    async def _forwarded(self, scope: Scope, headers: dict[bytes, bytes]) -> Identity:
+        """Return the caller of a request that another server forwards."""
+        if self._forwarding is None:
+            raise Unauthorized(
+                "this server is alone on its database, so nobody forwards requests to it",
+                field="Carrel-Forwarded",
+                hint="leave the header out",
+            )
+        identity, passed = await self._forwarding.identify(scope, headers[HEADER])
+        if scope["type"] != "http" or scope["method"] not in _BODY_METHODS or self._streams(scope):
+            require_length(passed, headers.get(b"content-length"))
+        scope[PASS] = passed
         mark_authenticated(scope)
         return identity
 
@@ -315,6 +365,7 @@ async def _end(scope: Scope, send: Send, error: CarrelError, *, started: bool) -
 async def _refuse(scope: Scope, send: Send, error: CarrelError) -> None:
     body = encode(error.problem())
     headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", b"%d" % len(body))]
+    headers += [(name.encode(), value.encode()) for name, value in headers_of(error).items()]
     if error.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     if error.status == 413:

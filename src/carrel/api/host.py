@@ -7,8 +7,8 @@ from starlette.responses import JSONResponse, Response
 
 from carrel.api.guard import GuardedRouter
 from carrel.api.parts import Plane, as_json, plane_of
-from carrel.models import Answer, DiskUsage, HostReport
-from carrel.models.operations import GET_DISK_USAGE, GET_HOST, HEALTHZ, READYZ
+from carrel.models import Answer, DiskUsage, HostReport, NodeList
+from carrel.models.operations import GET_DISK_USAGE, GET_HOST, HEALTHZ, LIST_NODES, READYZ
 
 router = GuardedRouter(tags=["host"])
 
@@ -31,6 +31,12 @@ async def get_disk_usage(plane: Plane) -> Response:
     minute old where measuring takes long. Needs a token that reaches every context.
     """
     return as_json(await plane.disk.usage())
+
+
+@router.operation(LIST_NODES, "The servers on the database", NodeList)
+async def list_nodes(plane: Plane) -> Response:
+    """By name. A server that is silent is listed as `gone` for a day. Needs a token that reaches every context."""
+    return as_json(NodeList(items=await plane.nodes.page()))
 
 
 @router.operation(HEALTHZ, "Whether the server runs", Status, needs_token=False)

@@ -18,11 +18,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match
 from starlette.types import Scope
 
-from carrel.errors import CarrelError, InvalidRequest, NotFound, PlatformError
+from carrel.errors import CarrelError, InvalidRequest, NotFound, PlatformError, RunsElsewhere
 
 log = logging.getLogger("carrel.api")
 
 MEDIA_TYPE = "application/problem+json"
+MOVED_HEADER = "carrel-runs-elsewhere"
+"""Marks an answer `runs_elsewhere`: nothing was done, and another server is to be asked."""
 _PLACES = {"body", "query", "path", "header"}
 
 
@@ -75,11 +77,22 @@ def encode(problem: Mapping[str, object]) -> bytes:
     return json.dumps(problem, default=str).encode()
 
 
+def headers_of(error: CarrelError) -> dict[str, str]:
+    """Return the headers of the answer for an error."""
+    headers = {}
+    if isinstance(error, RunsElsewhere):
+        headers[MOVED_HEADER] = str(error.extra.get("node", ""))[:128]
+    if isinstance(seconds := error.extra.get("retry_after"), int):
+        headers["retry-after"] = str(seconds)
+    return headers
+
+
 def answer(error: CarrelError, status: int | None = None, headers: Mapping[str, str] | None = None) -> Response:
     body = error.problem()
     if status is not None:
         body["status"] = status
-    return Response(encode(body), status or error.status, headers=headers, media_type=MEDIA_TYPE)
+    given = {**headers_of(error), **(headers or {})}
+    return Response(encode(body), status or error.status, headers=given, media_type=MEDIA_TYPE)
 
 
 def _known_fields(model: type[BaseModel] | None, location: Sequence[object]) -> set[str]:

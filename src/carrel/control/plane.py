@@ -31,6 +31,10 @@ from carrel.control.mcp.declarations import McpDeclarations, McpInstaller
 from carrel.control.mcp.links import McpLinks
 from carrel.control.mcp.platform import PlatformServers, read_platform
 from carrel.control.mcp.servers import McpServers
+from carrel.control.nodes.passes import Passes
+from carrel.control.nodes.peers import Peers
+from carrel.control.nodes.registry import Nodes, beat_every
+from carrel.control.nodes.routing import Routing
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.operations import Operations, OwnOperations
 from carrel.control.python.calls import PythonOperations
@@ -90,6 +94,7 @@ from carrel.store.code_contexts import CodeContextStore
 from carrel.store.environments import EnvironmentStore
 from carrel.store.leases import LeaseStore
 from carrel.store.mcp_servers import McpServerStore
+from carrel.store.nodes import NodeStore
 from carrel.store.policies import PolicyStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.store.tokens import TokenStore
@@ -140,13 +145,26 @@ class ControlPlane:
         self.metrics = metrics = Metrics()
         self._database = database
         self.store = store = SessionStore(database)
-        live = LiveSandboxes()
+        self.live = live = LiveSandboxes()
         notes = SessionNotes(live, store)
         leases = Leases(LeaseStore(database), node, settings.lease_s)
         self.audit = audit = AuditLog(AuditStore(database), key, node, strict=settings.audit.strict)
         self.requests = OpenRequests()
         self.tokens = Tokens(TokenStore(database), token, self.requests.revoked)
         remote = Remote.open(settings.archive_url)
+        node_store = NodeStore(database)
+        self.nodes = nodes = Nodes(
+            node_store,
+            live,
+            providers,
+            name=node,
+            key_id=vault.key_id,
+            capacity=settings.max_sandboxes,
+            lease_s=settings.lease_s,
+            shared=settings.database is not None,
+        )
+        self.peers = Peers(nodes)
+        self.passes = Passes(vault.derived("forwarding"), node, nodes.me.boot, nodes.now)
 
         # admission
         templates_dir = settings.templates_dir or os.path.join(layout.data_dir, "templates")
@@ -170,6 +188,7 @@ class ControlPlane:
 
         # attachments: they turn a bare sandbox into a workspace
         snapshot_store, filespace_store = SnapshotStore(database), FilespaceStore(database)
+        self.routing = Routing(nodes, self.peers, node_store, snapshot_store, live)
         mcp_store, environment_store = McpServerStore(database), EnvironmentStore(database, node)
         filespaces_dir = os.path.join(layout.data_dir, "filespaces")
         bases = FilespaceBases(os.path.join(filespaces_dir, "bases"))
@@ -321,6 +340,7 @@ class ControlPlane:
             files,
             more=(
                 (self.end_revoked, CACHE_S),
+                (self.keep_nodes, beat_every(settings.lease_s)),
                 (values.forget_former, FORGET_EVERY_S),
                 (secret_files.catch_up, SECRETS_FRESH_S),
                 (environments.evict, EVICT_EVERY_S),
@@ -424,6 +444,11 @@ class ControlPlane:
         for token_id in await self.tokens.revoked(self.requests.tokens()):
             self.requests.revoked(token_id)
 
+    async def keep_nodes(self) -> None:
+        """Give a sign of life to the other servers, and give up those that give none."""
+        await self.nodes.beat()
+        await self.peers.close_silent()
+
     async def host_report(self) -> HostReport:
         from carrel.providers.doctor import host_report
 
@@ -444,6 +469,7 @@ class ControlPlane:
         """End every sandbox and release everything."""
         self.approvals.close()
         await tasks.cancel([self._upkeep_task])
+        await self.nodes.leave()
         if self._webhook is not None:
             await self._webhook.close()
         try:
@@ -455,6 +481,7 @@ class ControlPlane:
             await self.sessions.shutdown()
         finally:
             await self._slots.close()
+            self.peers.close()
             self._sandbox_image.close()
             await self.images.close()
             await self._protected_folders.close()

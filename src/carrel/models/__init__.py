@@ -86,6 +86,8 @@ from carrel.models.host import DiskPart as DiskPart
 from carrel.models.host import DiskUsage as DiskUsage
 from carrel.models.host import HostReport as HostReport
 from carrel.models.host import LevelStatus as LevelStatus
+from carrel.models.host import NodeInfo as NodeInfo
+from carrel.models.host import NodeList as NodeList
 from carrel.models.host import ProviderStatus as ProviderStatus
 from carrel.models.images import ImageDetails as ImageDetails
 from carrel.models.images import ImageEvent as ImageEvent

@@ -67,3 +67,28 @@ class HostReport(Answer):
     checks: list[Check]
     levels: list[LevelStatus] = Field(default_factory=list, description="strongest first")
     providers: list[ProviderStatus]
+
+
+class NodeInfo(Answer):
+    """A server among those on one database."""
+
+    name: str
+    url: str | None = Field(description="where other servers reach it")
+    version: str
+    state: Literal["running", "unreachable", "gone"] = Field(
+        description="`unreachable`: it runs, but requests cannot be forwarded to it; `notice` says why. `gone`: it "
+        "gave no sign of life for its lease"
+    )
+    here: bool = Field(description="whether it is the server that answers")
+    sandboxes: int = Field(description="sandboxes that run")
+    capacity: int = Field(description="sandboxes that may run at once")
+    providers: list[str]
+    started_at: datetime
+    seen_at: datetime = Field(description="its last sign of life, by the clock of the database")
+    notice: str | None = None
+
+
+class NodeList(Answer):
+    """The servers on one database, by name. Silent ones are listed for a day."""
+
+    items: list[NodeInfo]

@@ -101,6 +101,12 @@ class LeaseStore:
         found = await self._select(sessions.c.id == session_id)
         return found[0] if found else None
 
+    async def owner(self, session_id: str) -> str | None:
+        """Return who has the lease on a session, if it has not ended."""
+        held = and_(sessions.c.id == session_id, sessions.c.lease_until > self._clock())
+        found = await self._database.scalars(select(sessions.c.lease_owner).where(held))
+        return found[0] if found else None
+
     async def expired(self, now: float | None = None, *, grace: float = 0.0) -> list[Lease]:
         """Return the leases that ended at least `grace` seconds before `now` (default: the database's clock), oldest
         first.

@@ -356,3 +356,20 @@ code_contexts = Table(
     Column("name", String(64), primary_key=True),
     Column("environment", String(64), nullable=False),
 )
+
+nodes = Table(
+    "nodes",
+    metadata,
+    Column("name", Words(128), primary_key=True),
+    Column("boot", String(32), nullable=False, comment="of one process of the server; another after each start"),
+    Column("url", Words(255), nullable=True, comment="where other servers reach it"),
+    Column("machine", String(64), nullable=False, comment="the machine and network that a loopback address belongs to"),
+    Column("key_id", String(32), nullable=False, comment="of the secret that signs forwarded requests"),
+    Column("version", Words(64), nullable=False),
+    Column("providers", JSON, nullable=False),
+    Column("sandboxes", Integer, nullable=False),
+    Column("capacity", Integer, nullable=False),
+    Column("started_at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
+    Column("seen_at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
+    Column("lease_s", Double, nullable=False, comment="seconds without a sign of life until it counts as gone"),
+)

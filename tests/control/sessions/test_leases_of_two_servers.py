@@ -9,7 +9,7 @@ from tests.support.killed import killed
 
 from carrel.config import Settings
 from carrel.control.plane import ControlPlane
-from carrel.errors import Conflict, PlatformError, RunsElsewhere
+from carrel.errors import Conflict, NotRunning, PlatformError, RunsElsewhere
 from carrel.models import CommandRequest, SandboxRequest, State
 from carrel.store.clock import database_clock
 from carrel.store.leases import LeaseStore
@@ -136,3 +136,18 @@ async def test_a_restarted_server_has_its_sessions_back_at_once(node_settings: l
     finally:
         await second.close()
         await first.close()
+
+
+async def test_a_session_that_is_being_taken_over_does_not_run_yet(nodes: list[ControlPlane]) -> None:
+    a, b = nodes
+    await a.sessions.deploy_or_resume(ADMIN, REQUEST)
+    await _let_leases_end(a)
+    with pytest.raises(NotRunning, match="'a', which no longer answers"):
+        await b.sessions.find("c")
+    taken = await b.sessions._leases.take(await b.sessions.record("c"))  # as at the begin of a start
+    with pytest.raises(NotRunning):
+        await b.sessions.find("c")
+    await b.sessions._leases.hand_back(taken, "a")
+    await a.upkeep.renew_leases()
+    with pytest.raises(RunsElsewhere, match="'a'"):
+        await b.sessions.find("c")

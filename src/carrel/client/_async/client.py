@@ -30,6 +30,8 @@ from carrel.models import (
     HostReport,
     Limits,
     Network,
+    NodeInfo,
+    NodeList,
     SandboxInfo,
     SandboxPage,
     State,
@@ -191,6 +193,10 @@ class AsyncClient:
     async def disk(self) -> DiskUsage:
         """Report the disk usage of the server. Needs a token that reaches every context."""
         return await self._connection.get(DiskUsage, "/v1/disk")
+
+    async def nodes(self) -> list[NodeInfo]:
+        """List the servers on the server's database, by name."""
+        return (await self._connection.get(NodeList, "/v1/nodes")).items
 
     async def host(self) -> HostReport:
         """Report which isolation the server's host offers."""

@@ -31,6 +31,8 @@ from carrel.models import (
     HostReport,
     Limits,
     Network,
+    NodeInfo,
+    NodeList,
     SandboxInfo,
     SandboxPage,
     State,
@@ -190,6 +192,10 @@ class Client:
     def disk(self) -> DiskUsage:
         """Report the disk usage of the server. Needs a token that reaches every context."""
         return self._connection.get(DiskUsage, "/v1/disk")
+
+    def nodes(self) -> list[NodeInfo]:
+        """List the servers on the server's database, by name."""
+        return (self._connection.get(NodeList, "/v1/nodes")).items
 
     def host(self) -> HostReport:
         """Report which isolation the server's host offers."""

@@ -50,6 +50,10 @@ class Leases:
             )
         return replace(record, fence=fence, lease_owner=self.node)
 
+    async def owner(self, record: SessionRecord) -> str | None:
+        """Return the server that has the lease of a session now, by the clock of the database."""
+        return await self._leases.owner(record.id)
+
     async def renew(self) -> tuple[dict[str, int], float]:
         """Renew every lease of this server. Return its sessions with their fences, and until when (monotonic)."""
         began = time.monotonic()

@@ -78,11 +78,15 @@ class Sessions:
             return box
         record = await self.record(name)
         if record.state in LIVE and record.node not in {None, self._leases.node}:
-            raise RunsElsewhere(
-                f"sandbox '{name}' runs on server '{record.node}'",
+            owner = await self._leases.owner(record)
+            if owner not in {None, self._leases.node}:
+                raise RunsElsewhere(
+                    f"sandbox '{name}' runs on server '{owner}'", field="id", hint=f"ask server '{owner}'", node=owner
+                )
+            raise NotRunning(  # also while it is being started here
+                f"sandbox '{name}' ran on server '{record.node}', which no longer answers",
                 field="id",
-                hint=f"ask server '{record.node}'",
-                node=record.node,
+                hint="deploy_or_resume starts it on another server, from its newest snapshot",
             )
         raise NotRunning(
             f"sandbox '{name}' is {record.state}"
@@ -121,7 +125,8 @@ class Sessions:
             raise RunsElsewhere(
                 f"the workspace of '{record.owner}' is on server '{record.node}'",
                 field="id",
-                hint="ask that server, or resume the context here once that server has stopped it",
+                hint="start the sandbox first (deploy_or_resume): if that server is gone, another one restores the "
+                "files from the newest snapshot in the archive",
                 node=record.node,
             )
 

@@ -9,23 +9,18 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections import deque
 from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 
-import httptools
-
 from carrel.errors import CarrelError, LimitExceeded, SandboxLost, from_problem
+from carrel.primitives.http_wire import MAX_PROBLEM, HttpWire
 
 Json = dict[str, Any]
 
-MAX_HEAD = 16 * 1024
 MAX_JSON = 64 * 1024 * 1024
-MAX_PROBLEM = 16 * 1024
 MAX_OPEN = 512
 MAX_IDLE = 16
-HIGH_WATER = 256 * 1024
 SMALL_BODY = 32 * 1024
 CONNECT_TIMEOUT = 5.0
 _HEADS = {method: f"{method} ".encode() for method in ("GET", "POST", "PUT", "DELETE")}
@@ -65,218 +60,10 @@ def problem_from(status: int, body: bytes) -> CarrelError:
     return _lost("claimed a failure it cannot know of") if error.status in {401, 403, 503} else error
 
 
-class _Wire(asyncio.Protocol):
-    """One connection, with one exchange at a time."""
-
-    def __init__(self, owner: SupervisorConnection):
-        self._owner = owner
-        self._loop = owner.loop
-        self.transport: asyncio.Transport | None = None
-        self.closed = False
-        self._parser: Any = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._drained: asyncio.Future[None] | None = None
-        self._can_write = True
-        self._paused = False
-        self._busy = False
-        self.reset(0)
-
-    def reset(self, limit: int) -> None:
-        """Prepare for the next exchange; `limit` bounds an answer that is buffered, 0 means a stream."""
-        self.limit = limit
-        self.status = 0
-        self.length: int | None = None
-        self.headers_done = False
-        self.complete = False
-        self.failure: CarrelError | None = None
-        self.chunks: deque[bytes] = deque()
-        self.buffered = 0
-        self._raw = 0
-        self._body = 0
-
-    def begin(self, limit: int) -> None:
-        self.reset(limit)
-        self._parser = httptools.HttpResponseParser(self)
-        self._busy = True
-
-    # asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]
-        transport.set_write_buffer_limits(high=HIGH_WATER)  # type: ignore[attr-defined]
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.closed = True
-        self._owner.forget(self)
-        if not self.complete:
-            self.fail(_lost("went away in the middle of an answer" if self.headers_done else "went away"))
-        self._can_write = True
-        self._wake()
-
-    def pause_writing(self) -> None:
-        self._can_write = False
-
-    def resume_writing(self) -> None:
-        self._can_write = True
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
-
-    def data_received(self, data: bytes) -> None:
-        if not self._busy or self.complete:
-            self.fail(_lost("spoke without being asked"))
-            return
-        self._raw += len(data)
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self.fail(self.failure or _lost("answered something that is not HTTP"))
-            return
-        if self.failure is None and self._raw - self._body > MAX_HEAD + 8 * self._body:
-            self.fail(_lost("sent too many headers"))
-
-    # httptools
-
-    def on_message_begin(self) -> None:
-        if self.complete:
-            self.fail(_lost("answered twice"))
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if not self.headers_done and name.lower() == b"content-length" and value.isdigit() and len(value) < 19:
-            self.length = int(value)
-
-    def on_headers_complete(self) -> None:
-        self.status = self._parser.get_status_code()
-        self.headers_done = True
-        if self.status < 200:
-            self.fail(_lost("answered something that is not HTTP"))
-        elif self.limit and self.length is not None and self.length > self.limit:
-            self.fail(_lost(f"answered more than {self.limit} bytes"))
-        elif not self.limit:
-            self._wake()
-
-    def on_body(self, body: bytes) -> None:
-        if self.failure is not None:
-            return
-        self._body += len(body)
-        self.buffered += len(body)
-        self.chunks.append(body)
-        if self.limit:
-            if self.buffered > self.limit:
-                self.fail(_lost(f"answered more than {self.limit} bytes"))
-            return
-        if self.buffered > HIGH_WATER and not self._paused and self.transport is not None:
-            self._paused = True
-            self.transport.pause_reading()
-        self._wake()
-
-    def on_message_complete(self) -> None:
-        self.complete = True
-        if not self._parser.should_keep_alive() and self.transport is not None:
-            self.transport.close()
-        self._wake()
-
-    # the caller's side
-
-    def fail(self, error: CarrelError) -> None:
-        if self.failure is None:
-            self.failure = error
-        if self.transport is not None and not self.closed:
-            self.transport.abort()
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-        if self._drained is not None and not self._drained.done() and (self.closed or self.complete):
-            self._drained.set_result(None)
-
-    def _late(self) -> None:
-        self.fail(_lost("did not answer in time"))
-
-    async def _wait(self, seconds: float | None) -> None:
-        self._waiter = self._loop.create_future()
-        timer = None if seconds is None else self._loop.call_later(seconds, self._late)
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-            if timer is not None:
-                timer.cancel()
-
-    def duplicate(self) -> int:
-        """Return a second descriptor of the socket, for `finish`; the caller closes it."""
-        assert self.transport is not None
-        return os.dup(self.transport.get_extra_info("socket").fileno())
-
-    def _rescue(self, spare: int) -> None:
-        """Read a refusal that was sent before the body was taken: it is still in the socket after the write failed."""
-        failure, self.failure = self.failure, None
-        try:
-            self._parser.feed_data(os.read(spare, MAX_HEAD + MAX_PROBLEM))
-        except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade):
-            pass
-        if not self.complete or self.failure is not None:
-            self.failure = failure
-
-    async def finish(self, deadline: float | None, spare: int = -1) -> bytes:
-        """Wait for the whole answer."""
-        while not self.complete and self.failure is None:
-            await self._wait(deadline)
-        if self.failure is not None and not self.complete and self.closed and spare >= 0:
-            self._rescue(spare)
-        if self.failure is not None:
-            raise self.failure
-        return self.chunks[0] if len(self.chunks) == 1 else b"".join(self.chunks)
-
-    async def head(self, deadline: float) -> None:
-        while not self.headers_done and self.failure is None:
-            await self._wait(deadline)
-        if self.failure is not None:
-            raise self.failure
-
-    async def body(self, idle: float | None) -> AsyncIterator[bytes]:
-        """Yield the body as it comes; reading pauses while the caller is behind."""
-        while True:
-            while self.chunks:
-                chunk = self.chunks.popleft()
-                self.buffered -= len(chunk)
-                yield chunk
-            if self._paused and not self.closed and self.transport is not None:
-                self._paused = False
-                self.transport.resume_reading()
-            if self.complete and not self.chunks:
-                return
-            if self.failure is not None:
-                raise self.failure
-            if not self.chunks:
-                await self._wait(idle)
-
-    async def drain(self, deadline: float) -> None:
-        """Wait until the supervisor has read enough of what was written."""
-        while not self._can_write and not self.closed and not self.complete:
-            self._drained = self._loop.create_future()
-            timer = self._loop.call_later(deadline, self._late)
-            try:
-                await self._drained
-            finally:
-                timer.cancel()
-                self._drained = None
-
-    def release(self) -> None:
-        """Return the connection to the pool if the exchange ended well, else close it."""
-        self._busy = False
-        self._parser = None
-        if self.complete and self.failure is None and not self.closed and not self._paused and self._can_write:
-            self._owner.keep(self)
-        elif self.transport is not None:
-            self.transport.abort()
-            self._owner.forget(self)
-
-
 class SupervisorDownload:
     """An answer that is being read. `length` is None if the supervisor did not give it."""
 
-    def __init__(self, wire: _Wire, idle: float | None):
+    def __init__(self, wire: HttpWire, idle: float | None):
         self._wire = wire
         self._idle = idle
         self.status = wire.status
@@ -303,8 +90,8 @@ class SupervisorConnection:
     def __init__(self, socket_path: str):
         self.loop = asyncio.get_running_loop()
         self._path = socket_path
-        self._idle: list[_Wire] = []
-        self._open: set[_Wire] = set()
+        self._idle: list[HttpWire] = []
+        self._open: set[HttpWire] = set()
         self._closed = False
 
     async def request_json(
@@ -429,14 +216,14 @@ class SupervisorConnection:
             raise _lost("answered something that is not an object")
         return value
 
-    async def _connect(self) -> _Wire:
+    async def _connect(self) -> HttpWire:
         if self._closed:
             raise _lost("has ended")
         if len(self._open) >= MAX_OPEN:
             raise LimitExceeded(
                 f"more than {MAX_OPEN} requests to this sandbox at once", hint="wait for some of them to finish"
             )
-        wire = _Wire(self)
+        wire = HttpWire(self, _lost)
         self._open.add(wire)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
@@ -449,7 +236,7 @@ class SupervisorConnection:
             raise
         return wire
 
-    def keep(self, wire: _Wire) -> None:
+    def keep(self, wire: HttpWire) -> None:
         if self._closed or len(self._idle) >= MAX_IDLE:
             self._open.discard(wire)
             if wire.transport is not None:
@@ -457,7 +244,7 @@ class SupervisorConnection:
         else:
             self._idle.append(wire)
 
-    def forget(self, wire: _Wire) -> None:
+    def forget(self, wire: HttpWire) -> None:
         self._open.discard(wire)
         if wire in self._idle:
             self._idle.remove(wire)

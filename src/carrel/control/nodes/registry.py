@@ -1,0 +1,266 @@
+"""The servers on this database: this one gives signs of life, and knows which others do, where they are and what room
+they have. Forwards nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import ipaddress
+import logging
+import math
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Literal
+from urllib.parse import urlsplit
+
+from carrel.control.nodes.placement import Candidate
+from carrel.control.sessions.live import LiveSandboxes
+from carrel.errors import CarrelError
+from carrel.models import NodeInfo
+from carrel.providers.base import Provider
+from carrel.store.nodes import NodeFacts, NodeRecord, NodeStore
+
+log = logging.getLogger("carrel.nodes")
+
+BEAT_S = 2.0
+"""The time between two signs of life; a third of the lease if that is shorter."""
+FORGET_S = 86_400.0
+"""How long a silent server is still shown."""
+REFRESH_S = 0.2
+"""The least time between two looks into the database for a server that is not known here."""
+
+
+def beat_every(lease_s: float) -> float:
+    """Return the seconds between two signs of life of a server."""
+    return min(BEAT_S, lease_s / 3)
+
+
+def default_url(host: str, port: int) -> str:
+    """Return where other servers reach a server that listens there. For a wildcard it is the address from which this
+    machine reaches others; a machine without one gets a loopback address.
+    """
+    if host in {"0.0.0.0", "::"}:
+        host = _own_address(socket.AF_INET if host == "0.0.0.0" else socket.AF_INET6)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _own_address(family: socket.AddressFamily) -> str:
+    # Connecting a UDP socket sends nothing; the kernel only looks for the route. The addresses are for documentation.
+    far = "192.0.2.1" if family == socket.AF_INET else "2001:db8::1"
+    with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((far, 9))
+        return str(probe.getsockname()[0])
+    return "127.0.0.1" if family == socket.AF_INET else "::1"
+
+
+def machine_id() -> str:
+    """Identify the machine and the network namespace: a loopback address means the same only within both."""
+    known = []
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+        known.append(file.read().strip())
+    with suppress(OSError):
+        known.append(os.readlink("/proc/self/ns/net"))
+    if len(known) < 2:  # unknown: it equals no other
+        known.append(secrets.token_hex(16))
+    return hashlib.sha256(" ".join(known).encode()).hexdigest()[:32]
+
+
+def _only_on_its_machine(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+class Nodes:
+    """This server among the servers on its database. `join` when it takes requests, `leave` before it ends.
+
+    `shared`: the database may have other servers. Else nothing is written, and there is only this one.
+    """
+
+    def __init__(
+        self,
+        store: NodeStore,
+        live: LiveSandboxes,
+        providers: Mapping[str, Provider],
+        *,
+        name: str,
+        key_id: str,
+        capacity: int,
+        lease_s: float,
+        shared: bool,
+    ):
+        self._store = store
+        self._live = live
+        self._providers = providers
+        self.shared = shared
+        self.me = NodeFacts(name, secrets.token_hex(8), None, machine_id(), key_id, "", (), 0, capacity, lease_s)
+        self._began = time.time()
+        self._known: dict[str, NodeRecord] = {}
+        self._placed: dict[str, list[float]] = {}
+        """When this server placed sandboxes on others whose signs of life do not count them yet."""
+        self._starting = 0
+        self._suspected: dict[str, float] = {}
+        """Servers that could not be reached, by their last sign of life: they answer again after a later one."""
+        self._joined = False
+        self._offset = time.time() - time.monotonic()
+        """The database's time minus the monotonic time of this process."""
+        self._beaten = -math.inf
+        self._beating = asyncio.Lock()
+
+    @property
+    def name(self) -> str:
+        return self.me.name
+
+    def now(self) -> float:
+        """Return the database's time, as far as this server knows it. Clocks of machines do not matter."""
+        return time.monotonic() + self._offset
+
+    async def join(self, url: str, version: str) -> None:
+        """Tell the others where this server is."""
+        usable = await asyncio.to_thread(self._usable)
+        self.me = replace(self.me, url=url, version=version, providers=tuple(usable))
+        self._joined = self.shared
+        await self.beat()
+
+    async def leave(self) -> None:
+        """Tell the others that this server ends: they send nothing more."""
+        if self._joined:
+            self._joined = False
+            async with self._beating:  # a sign of life on its way would come after this
+                try:
+                    await self._store.remove(self.me.name, self.me.boot)
+                except CarrelError as error:
+                    log.warning("this server could not sign off: %s", error)
+
+    async def beat(self, *, unless_within: float = 0.0) -> None:
+        """Give a sign of life, and see those of the others, unless that was done within the last seconds."""
+        async with self._beating:
+            if not self._joined or time.monotonic() - self._beaten < unless_within:
+                return
+            self.me = replace(self.me, sandboxes=self._sandboxes)
+            began = time.monotonic()
+            now, found = await self._store.beat(self.me, forget_s=FORGET_S)
+            self._beaten = ended = time.monotonic()
+            self._offset = now - (began + ended) / 2
+            self._known = {each.name: each for each in found if each.name != self.me.name}
+            self._placed = {
+                name: [at for at in placed if at >= self._known[name].seen_at]
+                for name, placed in self._placed.items()
+                if name in self._known
+            }
+            self._suspected = {name: seen for name, seen in self._suspected.items() if name in self._known}
+
+    async def find(self, name: str) -> NodeRecord | None:
+        """Return another server that answers and that requests can be forwarded to."""
+        record = self._known.get(name)
+        if (record is None or not self._answers(record)) and time.monotonic() - self._beaten > REFRESH_S:
+            await self.beat(unless_within=REFRESH_S)
+            record = self._known.get(name)
+        return record if record is not None and self._answers(record) and self.obstacle(record) is None else None
+
+    def why_not(self, name: str) -> str | None:
+        """Return why requests cannot be forwarded to a server that answers; None if it does not answer."""
+        record = self._known.get(name)
+        return self.obstacle(record) if record is not None and self._answers(record) else None
+
+    def suspect(self, name: str) -> None:
+        """Record that a server could not be reached. It counts as silent until its next sign of life."""
+        if (record := self._known.get(name)) is not None:
+            self._suspected[name] = record.seen_at
+
+    def is_silent(self, record: NodeRecord) -> bool:
+        """Whether a server gave no sign of life for its lease, or a new process has its name. One that signed off is
+        not: it still answers what it was asked.
+        """
+        now = self._known.get(record.name)
+        return now is not None and (now.boot != record.boot or self.now() - now.seen_at >= now.lease_s)
+
+    def obstacle(self, record: NodeRecord) -> str | None:
+        """Return why nothing can be forwarded to a server, or None."""
+        if record.url is None:
+            return "it has no address; set CARREL_NODE_URL there"
+        if record.key_id != self.me.key_id:
+            return "it has another secret; give all servers of the database the same CARREL_SECRET_KEY"
+        if record.machine != self.me.machine and _only_on_its_machine(record.url):
+            return f"its address {record.url} is only for its own machine; set CARREL_NODE_URL there"
+        return None
+
+    def candidates(self) -> dict[str, Candidate]:
+        """Return this server and the others that requests can be forwarded to."""
+        here = self.me
+        found = {here.name: Candidate(here.name, self._sandboxes, here.capacity, here.providers)}
+        for each in self._known.values():
+            if self._answers(each) and self.obstacle(each) is None:
+                sandboxes = each.sandboxes + len(self._placed.get(each.name, ()))
+                found[each.name] = Candidate(each.name, sandboxes, each.capacity, each.providers)
+        return found
+
+    def placed(self, name: str) -> None:
+        """Count a sandbox that is about to start on another server."""
+        self._placed.setdefault(name, []).append(self.now())
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Count a sandbox that is about to start here."""
+        self._starting += 1
+        try:
+            yield
+        finally:
+            self._starting -= 1
+
+    @property
+    def _sandboxes(self) -> int:
+        return len(self._live) + self._starting
+
+    async def page(self) -> list[NodeInfo]:
+        """Return every server, by name; silent ones for a day."""
+        await self.beat()
+        here = replace(self.me, sandboxes=self._sandboxes)
+        mine = NodeInfo(
+            name=here.name,
+            url=here.url,
+            version=here.version,
+            state="running",
+            here=True,
+            sandboxes=here.sandboxes,
+            capacity=here.capacity,
+            providers=list(here.providers),
+            started_at=datetime.fromtimestamp(self._began, UTC),
+            seen_at=datetime.fromtimestamp(self.now(), UTC),
+        )
+        return sorted([mine, *map(self._info, self._known.values())], key=lambda each: each.name)
+
+    def _info(self, record: NodeRecord) -> NodeInfo:
+        obstacle = self.obstacle(record)
+        state: Literal["running", "unreachable", "gone"] = "running" if obstacle is None else "unreachable"
+        if not self._answers(record):
+            state = "gone"
+        return NodeInfo(
+            name=record.name,
+            url=record.url,
+            version=record.version,
+            state=state,
+            here=False,
+            sandboxes=record.sandboxes,
+            capacity=record.capacity,
+            providers=list(record.providers),
+            started_at=datetime.fromtimestamp(record.started_at, UTC),
+            seen_at=datetime.fromtimestamp(record.seen_at, UTC),
+            notice=None if state == "gone" else obstacle,
+        )
+
+    def _answers(self, record: NodeRecord) -> bool:
+        if record.seen_at <= self._suspected.get(record.name, -math.inf):
+            return False
+        return self.now() - record.seen_at < record.lease_s
+
+    def _usable(self) -> list[str]:
+        return sorted(name for name, provider in self._providers.items() if provider.missing() is None)
