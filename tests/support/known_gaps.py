@@ -79,7 +79,7 @@ ATTACKED: dict[str, tuple[str, ...]] = {
     "gvisor": ("test_host_files", "test_secrets"),
 }
 """Modules of `tests/security` whose attacks are made in a provider in every run of the tests. In `namespace` all are;
-in gVisor all are with `--on-gvisor`.
+in gVisor all are with `--on-gvisor`, in Docker with `--on-docker`.
 """
 
 _OWN_KERNEL = "what it reaches belongs to gVisor's kernel, which only this sandbox has"
