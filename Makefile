@@ -26,9 +26,9 @@ test kills: export PYTHONDONTWRITEBYTECODE :=
 test: setup  ## run every test, some at a time (WORKERS=4 for four; ARGS="-k name" to choose some, in one process)
 	@$(PY) -m pytest $(if $(ARGS),$(ARGS),$(SUITE))
 
-KILLED := $(addprefix tests/end_to_end/test_,kills.py here_kills.py image_kills.py) tests/providers/docker/test_slots.py
+KILLED := $(addprefix tests/end_to_end/test_,kills.py here_kills.py image_kills.py slot_kills.py) tests/providers/docker/test_slots.py
 
-kills: setup  ## kill the server 200 times under load on each database and with images, and `carrel here` 200 times
+kills: setup  ## kill the server 200 times under load on each database, with images and with slots, and `carrel here` 200 times
 	@CARREL_KILLS=$${CARREL_KILLS:-200} $(PY) -m pytest -q $(KILLED) $(ARGS)
 
 check: setup  ## format, lint, strict types, import layers, generated files

@@ -39,6 +39,8 @@ def use_all(metrics: Metrics) -> None:
     metrics.egress_ended("made up", "made up", 0, 0, 0.001)
     metrics.started("namespace", "fresh", 0.02)
     metrics.started("namespace", "resume", 0.03)
+    metrics.pool_slots({("docker", "ready"): 2, ("docker", "starting"): 1})
+    metrics.pool_claimed("docker", "claimed")
     metrics.snapshotted("btrfs", "ok", 0.006)
     metrics.restored(1.5)
     metrics.archived("ok", 2.0, 1000)

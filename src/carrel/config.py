@@ -363,6 +363,30 @@ class GvisorSettings(_Group):
     )
 
 
+class PoolSettings(_Group):
+    """Warm sandboxes of slow providers (Docker, gVisor), which wait for their owner."""
+
+    size: int = Field(
+        default=2,
+        ge=0,
+        le=10_000,
+        description="warm sandboxes of each kind (provider, template, image) that are kept ready once a sandbox of it "
+        "was asked for; 0 for none. A template may name another size",
+    )
+    max: int = Field(
+        default=8,
+        ge=0,
+        le=10_000,
+        description="warm sandboxes of this server in all; a pool that has run dry grows up to this. They count as "
+        "sandboxes of `max_sandboxes`, and give way to those that are asked for",
+    )
+    idle_s: float = Field(
+        default=900.0,
+        ge=0,
+        description="seconds without a new sandbox of its kind until a pool ends its warm sandboxes; 0 keeps them",
+    )
+
+
 class RouterSettings(_Group):
     """Sandboxes for calls of Python without a context."""
 
@@ -456,6 +480,7 @@ class Settings(_Group):
     images: ImageSettings = Field(default_factory=ImageSettings)
     docker: DockerSettings = Field(default_factory=DockerSettings)
     gvisor: GvisorSettings = Field(default_factory=GvisorSettings)
+    pool: PoolSettings = Field(default_factory=PoolSettings)
     router: RouterSettings = Field(default_factory=RouterSettings)
     mcp: McpSettings = Field(default_factory=McpSettings)
     checkpoints: CheckpointSettings = Field(default_factory=CheckpointSettings)

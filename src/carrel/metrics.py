@@ -119,6 +119,18 @@ START = _declare(
     {"provider": "where it runs", "kind": "`fresh` or `resume`"},
     _QUICK,
 )
+POOL_SLOTS = _declare(
+    "carrel_pool_slots",
+    "gauge",
+    "Warm sandboxes without an owner.",
+    {"provider": "where they run", "state": "`starting` or `ready`"},
+)
+POOL_CLAIMS = _declare(
+    "carrel_pool_claims_total",
+    "counter",
+    "Sandboxes that asked a pool for a warm one, and warm ones that died.",
+    {"provider": "where it runs", "result": "`claimed`; `dry`: none was ready; `died`: one had ended by itself"},
+)
 SANDBOXES = _declare(
     "carrel_sandboxes",
     "gauge",
@@ -257,6 +269,9 @@ class Metrics:
         moved = Counter(EGRESS_BYTES.name, EGRESS_BYTES.text, list(EGRESS_BYTES.labels), registry=self._registry)
         self._egress_in, self._egress_out = moved.labels("in"), moved.labels("out")
         self._starts = _Series(self._histogram(START))
+        self._pool_slots = _Series(self._gauge(POOL_SLOTS))
+        claims = Counter(POOL_CLAIMS.name, POOL_CLAIMS.text, list(POOL_CLAIMS.labels), registry=self._registry)
+        self._pool_claims = _Series(claims)
         self._snapshots = _Series(self._histogram(SNAPSHOT))
         self._restores = self._histogram(RESTORE)
         self._archives = _Series(self._histogram(ARCHIVE))
@@ -299,6 +314,15 @@ class Metrics:
     def started(self, provider: str, kind: Literal["fresh", "resume"], seconds: float) -> None:
         """Count a started sandbox: a fresh one, or one on an existing workspace."""
         self._starts[provider, kind].observe(seconds)
+
+    def pool_slots(self, counts: Mapping[tuple[str, str], int]) -> None:
+        """Set the number of warm sandboxes of each provider in each state."""
+        for key, count in counts.items():
+            self._pool_slots[key].set(count)
+
+    def pool_claimed(self, provider: str, result: Literal["claimed", "dry", "died"]) -> None:
+        """Count a wish for a warm sandbox, or one that died."""
+        self._pool_claims[provider, result].inc()
 
     def snapshotted(self, driver: str, outcome: str, seconds: float) -> None:
         """Count a snapshot."""

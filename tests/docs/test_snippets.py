@@ -1,7 +1,8 @@
 """Every piece of code in README and docs runs, in the order of its page, against a real server.
 
 The pages run one after the other on one server, and then once more in the reverse order: so each page is run on a server
-that all the others have used, and twice by the same reader. They see what a reader has: a home, and no variable of ours.
+that all the others have used, and twice by the same reader. They see what a reader has: a home, no variable of ours, and
+the files of a clone, but what they write into the folder is not left in this one.
 The first time a page has a fresh interpreter, as a reader has; the second time it is forked, which spares its imports.
 """
 
@@ -55,17 +56,27 @@ def reader(tmp_path_factory, carrel_forks):
     assert process.wait(30) == 0
 
 
+@pytest.fixture
+def clone(tmp_path):
+    """A folder with everything that a clone has."""
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for entry in ROOT.iterdir():
+        (folder / entry.name).symlink_to(entry)
+    return folder
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_code_on_page_runs(page, reader, tmp_path):
-    run_page(page, reader, tmp_path, subprocess.Popen, "-W", "error")
+def test_code_on_page_runs(page, reader, clone):
+    run_page(page, reader, clone, subprocess.Popen, "-W", "error")
 
 
 @pytest.mark.parametrize("page", [*reversed(PAGES)], ids=lambda page: page.stem)
-def test_code_on_page_runs_once_more(page, reader, tmp_path):
-    run_page(page, reader, tmp_path, start)
+def test_code_on_page_runs_once_more(page, reader, clone):
+    run_page(page, reader, clone, start)
 
 
-def run_page(page, reader, tmp_path, begin, *options):
+def run_page(page, reader, clone, begin, *options):
     blocks = FENCE.findall(page.read_text())
     python = "\n".join(code for kind, code in blocks if kind == "python")
     # Shell between the Python of a page sees what that Python made: both run in the page's order.
@@ -81,11 +92,11 @@ def run_page(page, reader, tmp_path, begin, *options):
             script.append("assert 'error:' not in _r.stderr and 'Traceback' not in _r.stderr, _r.stderr\n")
     if len(script) == 1:
         return
-    said = tmp_path / "said"
+    said = clone.parent / "said"
     with said.open("wb") as errors, open(os.devnull, "wb") as nowhere:
         run = begin(
             [sys.executable, *options, "-c", "\n".join(script)],
-            env=reader, cwd=str(ROOT), stdout=nowhere, stderr=errors, start_new_session=True,
+            env=reader, cwd=str(clone), stdout=nowhere, stderr=errors, start_new_session=True,
         )  # fmt: skip
     try:
         assert run.wait(200) == 0, said.read_text()

@@ -47,3 +47,22 @@ def test_the_remedy_for_a_bridge_names_the_package(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("broken", ["raise SystemExit('no')", "print('{}')", "print('[]')", "print('')"])
 def test_a_probe_that_fails_means_missing(broken: str) -> None:
     assert probe.findings_of(probe.started([sys.executable, "-c", broken])).missing is not None
+
+
+FORKED = """
+from carrel.isolation import probe
+
+if not {works}:
+    probe.examine = None
+probe.begin()
+found = probe.host()
+print(found.findings[0].name, found.missing is not None)
+"""
+
+
+@pytest.mark.parametrize(("works", "said"), [(True, "kernel False"), (False, "probe True")])
+def test_a_process_that_begins_forks_the_one_that_finds_out(works: bool, said: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", FORKED.format(works=works)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert (run.stdout.strip(), run.stderr) == (said, "")

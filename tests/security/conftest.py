@@ -32,7 +32,6 @@ from tests.support.nesting import give
 from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
 
 from carrel.client import Sandbox
-from carrel.errors import CarrelError
 from carrel.models import CommandResult
 from carrel.primitives.trees import remove_tree
 
@@ -50,7 +49,8 @@ ON_IMAGE = {
 """Modules whose attacks are also made from a sandbox that runs from an image; with `--on-image` those of all are. Else
 they share one sandbox, as far as they need none of their own.
 """
-NOT_SHARED = ("test_termination",)
+NOT_SHARED = ("test_exhaustion", "test_termination")
+"""Modules whose attacks may end the sandbox: each has its own."""
 MASKS_ON_IMAGE = ("test_masks", "test_readonly")
 """Modules whose masked sandboxes are also made from an image, as root."""
 PROVIDER = {"root in Docker": "docker", "gvisor": "gvisor"}
@@ -301,13 +301,7 @@ class Attacker:
     def _kept(self) -> Sandbox | None:
         if self.network is not None or self._own:
             return None
-        kept = _IN_GVISOR.get(self.server.pid)
-        if kept is not None:
-            try:
-                kept.commands.list()
-            except CarrelError:  # an attack has ended it
-                kept = _IN_GVISOR[self.server.pid] = self.server.client.sandbox(trust="low")
-        return kept
+        return _IN_GVISOR.get(self.server.pid)
 
     def another(self, context_id: str | None = None, **options: Any) -> Sandbox:
         """One more sandbox of the same kind on the same server."""

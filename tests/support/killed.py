@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from carrel.control.plane import ControlPlane
+from carrel.primitives.tasks import cancel
 from carrel.providers.zygote_provider import ZygoteProvider
 
 
@@ -13,6 +14,8 @@ async def killed(plane: ControlPlane) -> None:
     if plane._upkeep_task is not None:
         plane._upkeep_task.cancel()
         await asyncio.gather(plane._upkeep_task, return_exceptions=True)
+    plane._slots._closing = True  # it starts no more of them
+    await cancel([*plane._slots._learning, *plane._slots._tasks.values()])
     for provider in plane.providers.values():
         if isinstance(provider, ZygoteProvider):
             provider._zygote._hang_up()

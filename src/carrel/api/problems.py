@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,6 +28,8 @@ _PLACES = {"body", "query", "path", "header"}
 
 class Problem(BaseModel):
     """A failure (RFC 9457): `code` is stable, `field` names the wrong field, `hint` the remedy."""
+
+    model_config = ConfigDict(defer_build=True)
 
     type: str = Field(examples=["urn:carrel:problem:invalid_request"])
     title: str

@@ -31,6 +31,7 @@ _COMMANDS = {
     "rm": ("Sandboxes", "sandboxes.rm"),
     "forget": ("Sandboxes", "sandboxes.forget"),
     "templates": ("Sandboxes", "templates.templates"),
+    "pool": ("Sandboxes", "pools.app"),
     "image": ("Sandboxes", "images.app"),
     "envs": ("Sandboxes", "envs.app"),
     "mcp-servers": ("Sandboxes", "mcp_servers.app"),

@@ -85,8 +85,10 @@ async def one_command_sandbox(
 ) -> AsyncIterator[AsyncSandbox | LocalSandbox]:
     """Create a sandbox for one command. Where no server runs it is made without one if possible, which is quicker."""
     if not keep and not os.environ.get("CARREL_URL") and local_server() is None:
+        from carrel.isolation import probe
         from carrel.local import local_sandbox
 
+        probe.begin()
         async with local_sandbox({}, **sandbox.arguments()) as local:
             if local is not None:
                 yield local

@@ -41,6 +41,9 @@ def serve(
     carrel serve --port 0 --data-dir ./data --set sandbox.memory_mb=512
     """
     with importing():
+        from carrel.isolation import probe
+
+        probe.begin()
         from carrel import config as settings
         from carrel.server import serve as start
 
@@ -76,6 +79,9 @@ def doctor(
         with connected() as client:
             report = client.host()
     else:
+        from carrel.isolation import probe
+
+        probe.begin()
         from carrel.server import local_host_report
 
         report = local_host_report()

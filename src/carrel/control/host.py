@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from carrel.config import ImageSettings, Settings
 from carrel.errors import CarrelError
 from carrel.images.layer_reading import LayerLimits
+from carrel.images.reference import ImageReference
 from carrel.images.storage import ImageStorage
 from carrel.isolation.inside import ENVIRONMENTS
 from carrel.isolation.tools import shared_tools
@@ -38,12 +39,14 @@ class HostParts:
         storage: EnvironmentStorage,
         images: ImageStorage,
         providers: Mapping[str, Provider],
+        registry: str,
     ):
         self.layout = layout
         self.driver = driver
         self.storage = storage
         self.images = images
         self.providers = dict(providers)
+        self._registry = registry
         self._warming = asyncio.ensure_future(
             asyncio.gather(*(each.warm() for each in providers.values() if not each.unsafe))
         )
@@ -74,10 +77,15 @@ class HostParts:
                     gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
                     third_party=settings.sandbox.third_party_names,
                 )
-            return cls(layout, driver, storage, images, providers)
+            return cls(layout, driver, storage, images, providers, settings.images.registry)
         except BaseException:
             await asyncio.to_thread(driver.close)
             raise
+
+    def still_means(self, image: str, digest: str) -> bool:
+        """Whether the name of an image still means the image with that digest. Blocking."""
+        found = self.images.find(ImageReference.parse(image, self._registry))
+        return found is not None and found.digest == digest
 
     async def ready(self) -> None:
         """Wait until the providers are prepared."""

@@ -47,6 +47,7 @@ from carrel.control.secrets.service import SecretService
 from carrel.control.secrets.values import FRESH_S as SECRETS_FRESH_S
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.attachments import Attachments
+from carrel.control.sessions.capacity import Capacity
 from carrel.control.sessions.context_deletion import ContextDeletion
 from carrel.control.sessions.deletion_limits import DeletionLimits
 from carrel.control.sessions.folders import Folders
@@ -55,10 +56,13 @@ from carrel.control.sessions.leases import Leases, LeaseUpkeep
 from carrel.control.sessions.live import LiveSandboxes, SessionNotes
 from carrel.control.sessions.network_mode import NetworkMode, opens_hosts
 from carrel.control.sessions.owners import WorkspaceOwner
+from carrel.control.sessions.pools import Pools
 from carrel.control.sessions.protected_folders import ProtectedFolders
 from carrel.control.sessions.recovery import Recovered, recover
 from carrel.control.sessions.retention import WorkspaceRetention
 from carrel.control.sessions.sessions import Sessions
+from carrel.control.sessions.slot_sizes import PoolSizes
+from carrel.control.sessions.slots import CHECK_EVERY_S, Slots
 from carrel.control.sessions.starting import Starting
 from carrel.control.sessions.templates import Templates
 from carrel.control.sessions.upkeep import EXPIRE_EVERY, Upkeep
@@ -208,12 +212,16 @@ class ControlPlane:
             max_bytes=settings.checkpoints.max_mb * MB,
         )
         declarations = McpDeclarations(mcp_store, links)
+        capacity, sizes = Capacity(settings.max_sandboxes, live), PoolSizes(settings.pool, templates)
+        self._slots = slots = Slots(settings.pool, providers, sizes, capacity, metrics, host.images, host.still_means)
+        self.pools = Pools(settings.pool, slots, sizes, templates, providers, admission)
         self.images = images = Images(
             settings.images,
             host.images,
             store,
             admission,
             metrics,
+            slots,
             node=node,
         )
         self._sandbox_image = SandboxImage(images, store, default=settings.sandbox.image)
@@ -237,7 +245,9 @@ class ControlPlane:
         )
 
         # sessions, and the operations in their sandboxes
-        starting = Starting(settings, store, workspaces, leases, live, providers, templates, attachments, audit)
+        starting = Starting(
+            settings, store, workspaces, leases, live, providers, templates, attachments, audit, capacity, slots
+        )
         self.sessions = sessions = Sessions(starting, store, workspaces, leases, live, providers, attachments)
         # Packages are made by commands of carrel's own, and the commands of callers may wait for packages.
         self.own_operations = own = OwnOperations(sessions, admission, values, policies.longest)
@@ -314,6 +324,7 @@ class ControlPlane:
                 (values.forget_former, FORGET_EVERY_S),
                 (secret_files.catch_up, SECRETS_FRESH_S),
                 (environments.evict, EVICT_EVERY_S),
+                (slots.check, CHECK_EVERY_S),
                 (images.collect, FORGET_EVERY_S),
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
@@ -443,6 +454,7 @@ class ControlPlane:
             await self.upkeep.flush()
             await self.sessions.shutdown()
         finally:
+            await self._slots.close()
             self._sandbox_image.close()
             await self.images.close()
             await self._protected_folders.close()

@@ -1,21 +1,26 @@
 """Finds out which kernel features this host has for sandboxes, by using each of them in a separate process.
 
-`python -m carrel.isolation.probe` prints the findings as JSON. `host()` runs that once and keeps the answer, so the
-server never forks itself for it.
+`python -m carrel.isolation.probe` prints the findings as JSON. `host()` runs that once and keeps the answer, so a
+server that runs never forks itself for it. Only one that has just begun to start may (`begin`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
+from typing import Protocol
 
 from carrel.isolation import landlock, linux, seccomp
 from carrel.isolation.cgroups import Cgroups
@@ -26,6 +31,7 @@ OVERLAY = "overlay mounts"
 _TUN = "/dev/net/tun"
 PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 _lock = threading.Lock()
+_begun: Examiner | None = None
 
 
 @dataclass(frozen=True)
@@ -69,28 +75,73 @@ def host() -> HostFindings:
         return _found()
 
 
+class Examiner(Protocol):
+    """A process that finds out. `subprocess.Popen` is one."""
+
+    def communicate(self, *, timeout: float | None = None) -> tuple[bytes, bytes]:
+        """Wait for its end; return what it says, and its errors."""
+
+    def kill(self) -> None:
+        """End it at once."""
+
+
+class _Fork:
+    """A fork of this process that finds out. It imports nothing again, which would take twice as long as the rest."""
+
+    def __init__(self) -> None:
+        self._pipe, write_end = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
+            signal.set_wakeup_fd(-1)  # it belongs to the loop of the process that was forked
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            try:
+                linux.close_all_but({0, 1, 2, write_end})
+                os.write(write_end, _said())
+            except BaseException as error:
+                os.write(write_end, repr(error)[:400].encode())
+            finally:
+                os._exit(0)
+        os.close(write_end)
+
+    def communicate(self, *, timeout: float | None = None) -> tuple[bytes, bytes]:
+        until = time.monotonic() + (math.inf if timeout is None else timeout)
+        said = bytearray()
+        while True:
+            left = until - time.monotonic()
+            if not select.select([self._pipe], [], [], None if left == math.inf else max(0.0, left))[0]:
+                raise subprocess.TimeoutExpired("probe", timeout or 0)
+            if not (chunk := os.read(self._pipe, 65536)):
+                break
+            said += chunk
+        os.close(self._pipe)
+        os.waitpid(self._pid, 0)
+        return bytes(said), bytes(said)
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+
 def begin() -> None:
-    """Start the process that finds out, for a caller that needs the findings later."""
+    """Fork a process that finds out, for a caller that needs the findings later. A process with several threads cannot
+    do that safely: there `host` starts a program.
+    """
+    global _begun
     with _lock:
-        _examining()
+        if _begun is None and threading.active_count() == 1:
+            _begun = _Fork()
 
 
 @cache
 def _found() -> HostFindings:
-    return findings_of(_examining())
+    return findings_of(_begun or started([sys.executable, "-m", "carrel.isolation.probe"]))
 
 
-@cache
-def _examining() -> subprocess.Popen[bytes]:
-    return started([sys.executable, "-m", "carrel.isolation.probe"])
-
-
-def started(command: Sequence[str]) -> subprocess.Popen[bytes]:
+def started(command: Sequence[str]) -> Examiner:
     """Start a program whose output `findings_of` reads."""
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def findings_of(process: subprocess.Popen[bytes]) -> HostFindings:
+def findings_of(process: Examiner) -> HostFindings:
     """Wait for the program and read its findings. One that fails means that a feature is missing."""
     try:
         said, errors = process.communicate(timeout=60)
@@ -103,6 +154,12 @@ def findings_of(process: subprocess.Popen[bytes]) -> HostFindings:
     except (ValueError, KeyError, TypeError):
         words = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no answer"]
         return HostFindings((Finding("probe", "missing", words[0], "the host could not be examined"),), ())
+
+
+def _said() -> bytes:
+    found = examine()
+    findings = [asdict(finding) for finding in found.findings]
+    return json.dumps({"findings": findings, "controllers": found.controllers}).encode()
 
 
 def examine() -> HostFindings:
@@ -249,8 +306,4 @@ def _mount_proc() -> None:
 
 
 if __name__ == "__main__":
-    found = examine()
-    json.dump(
-        {"findings": [asdict(finding) for finding in found.findings], "controllers": found.controllers},
-        sys.stdout,
-    )
+    sys.stdout.buffer.write(_said())

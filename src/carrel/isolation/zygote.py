@@ -461,6 +461,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--images", default="", help="roots of images are below it")
     parser.add_argument("--plain", action="store_true", help="fork without any isolation")
     options = parser.parse_args(arguments)
+    gc.disable()  # while modules are loaded it finds nothing
     # asyncio imports TLS if it can; no sandbox needs it, and it would cost every fork memory.
     sys.modules["ssl"] = cast(Any, None)
     supervisor = cast(SupervisorModule, importlib.import_module(options.supervisor))
@@ -469,6 +470,7 @@ def main(arguments: list[str] | None = None) -> None:
     zygote = Zygote(listener, supervisor, isolate=not options.plain)
     try:
         supervisor.warm()
+        gc.enable()  # sandboxes inherit it
         shared = dict(each.split("=", 1) for each in options.share)
         zygote.prepare(options.workspaces, shared, options.folder_root, options.images)
     except (OSError, CarrelError) as error:

@@ -390,6 +390,8 @@ GET_METRICS = _row("get_metrics", None, READ, "GET /metrics")
 HEALTHZ = _row("healthz", None, READ, "GET /healthz", context_from="listed")
 READYZ = _row("readyz", None, READ, "GET /readyz", context_from="listed")
 LIST_TEMPLATES = _row("list_templates", None, READ, "GET /v1/templates", context_from="listed")
+LIST_POOLS = _row("list_pools", None, READ, "GET /v1/pools", context_from="listed")
+RESIZE_POOL = _row("resize_pool", "session", ADMINISTER, "PUT /v1/pools/{pool}", of_server=True)
 
 # environments
 LIST_ENVS = _row("list_envs", None, READ, "GET /v1/envs", context_from="listed")

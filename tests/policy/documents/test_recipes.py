@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from carrel.errors import CarrelError, InvalidRequest, UnknownSetting
 from carrel.models import Network
-from carrel.policy.documents.recipes import Recipe, load
+from carrel.policy.documents.recipes import PoolSize, Recipe, load
 
 WHOLE = b"""
 description = "for numbers"
@@ -25,6 +25,7 @@ def test_everything_may_be_said_and_left_out() -> None:
     assert recipe.limits.model_dump(exclude_none=True) == {"memory_mb": 512, "timeout_s": 60.0}
     assert (recipe.env, recipe.labels) == ({"MODE": "batch"}, {"team": "data"})
     assert load(b"") == Recipe()
+    assert load(b"pool = { size = 2, max = 4 }").pool == PoolSize(size=2, max=4)
     science = load(b'packages = ["pandas>=2"]\npython = "3.11"\nimports = ["pandas", "matplotlib.pyplot"]')
     assert (science.packages, science.python) == (["pandas>=2"], "3.11")
     assert science.imports == ["pandas", "matplotlib.pyplot"] and load(b"imports = []").imports == []
@@ -42,6 +43,9 @@ def test_everything_may_be_said_and_left_out() -> None:
         (b"python = '2.7'", InvalidRequest, "python", ""),
         (b"[limits]\nmemory_mb = 1", InvalidRequest, "limits.memory_mb", ""),
         (b"[env]\n'A B' = 'x'", InvalidRequest, "env.A B.[key]", ""),
+        (b"pool = { size = -1 }", InvalidRequest, "pool.size", ""),
+        (b"pool = { size = 3, max = 2 }", InvalidRequest, "pool", "lower"),
+        (b"pool = 2", InvalidRequest, "pool", ""),
         (b"a = ", InvalidRequest, "t/template.toml", "correct"),
         (b"\xff", InvalidRequest, "t/template.toml", "correct"),
     ],

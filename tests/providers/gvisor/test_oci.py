@@ -32,7 +32,10 @@ def test_configuration() -> None:
         "process": {
             "user": {"uid": 0, "gid": 0},
             "args": ["/opt/carrel/bin/python3", "-I"],
-            "env": ["PATH=/usr/bin:/bin", "LANG=C.UTF-8"],
+            "env": [
+                *("PATH=/usr/bin:/bin", "LANG=C.UTF-8"),
+                *("MALLOC_MMAP_THRESHOLD_=4194304", "MALLOC_TRIM_THRESHOLD_=4194304"),
+            ],
             "cwd": "/",
             "noNewPrivileges": True,
             "rlimits": [{"type": "RLIMIT_CORE", "hard": 0, "soft": 0}],

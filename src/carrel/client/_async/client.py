@@ -37,6 +37,7 @@ from carrel.models import (
     TemplateList,
     Trust,
 )
+from carrel.models.pools import PoolInfo, PoolList
 
 
 class AsyncClient:
@@ -150,6 +151,19 @@ class AsyncClient:
     async def templates(self) -> list[TemplateInfo]:
         """List the templates of the server, sorted by name."""
         return (await self._connection.get(TemplateList, "/v1/templates")).items
+
+    async def pools(self) -> list[PoolInfo]:
+        """List the pools of warm sandboxes, which make starts with slow providers quick."""
+        return (await self._connection.get(PoolList, "/v1/pools")).items
+
+    async def resize_pool(self, name: str, size: int) -> list[PoolInfo]:
+        """Change how many warm sandboxes each pool of a provider or a template keeps ready, until the server ends. For
+        administrators. Returns these pools.
+
+        await client.resize_pool("docker", 4)
+        """
+        path = f"/v1/pools/{quote(name, safe='')}"
+        return (await self._connection.put(PoolList, path, {"size": size})).items
 
     def sandboxes(
         self, *, state: State | str | None = None, context_id: str | None = None

@@ -38,6 +38,7 @@ from carrel.models import (
     TemplateList,
     Trust,
 )
+from carrel.models.pools import PoolInfo, PoolList
 
 
 class Client:
@@ -151,6 +152,19 @@ class Client:
     def templates(self) -> list[TemplateInfo]:
         """List the templates of the server, sorted by name."""
         return (self._connection.get(TemplateList, "/v1/templates")).items
+
+    def pools(self) -> list[PoolInfo]:
+        """List the pools of warm sandboxes, which make starts with slow providers quick."""
+        return (self._connection.get(PoolList, "/v1/pools")).items
+
+    def resize_pool(self, name: str, size: int) -> list[PoolInfo]:
+        """Change how many warm sandboxes each pool of a provider or a template keeps ready, until the server ends. For
+        administrators. Returns these pools.
+
+        client.resize_pool("docker", 4)
+        """
+        path = f"/v1/pools/{quote(name, safe='')}"
+        return (self._connection.put(PoolList, path, {"size": size})).items
 
     def sandboxes(self, *, state: State | str | None = None, context_id: str | None = None) -> Iterator[SandboxInfo]:
         """List sandboxes, newest first: those in `state`, else all that are not terminated."""

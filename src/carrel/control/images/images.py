@@ -19,6 +19,7 @@ from carrel.control.images.shared_pulls import SharedPulls
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller, OwnWork
+from carrel.control.sessions.slots import Slots
 from carrel.errors import Conflict, ImageRefused, InvalidRequest, NotFound, RegistryFailed, TooLarge
 from carrel.images.archives import LayoutExport, import_archive
 from carrel.images.documents import ImagePlatform
@@ -72,6 +73,7 @@ class Images:
         store: SessionStore,
         admission: Admission,
         metrics: Metrics,
+        slots: Slots,
         *,
         node: str,
     ):
@@ -80,6 +82,7 @@ class Images:
         self._store = store
         self._admission = admission
         self._metrics = metrics
+        self._slots = slots
         self._node = node
         self._pulls = SharedPulls()
         self._platform = ImagePlatform.parse(settings.platform) if settings.platform else ImagePlatform.of_host()
@@ -363,6 +366,7 @@ class Images:
             users = await self._users()
             if using := users.get(image.digest):
                 raise _used(image, [each.name for each in using])
+            await self._slots.leave_image(image.digest)
             await run_to_end(lambda: self._remove(image, users))
 
     def _remove(self, image: StoredImage, users: Users) -> None:

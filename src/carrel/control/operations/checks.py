@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 from urllib.parse import quote
 
 from blake3 import blake3
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
 from carrel.models import CommandRequest, CommandResult
@@ -29,6 +29,8 @@ R = TypeVar("R", bound=CommandResult)
 
 class Emptied(BaseModel):
     """The answer of a sandbox that was emptied: whether it is in its first state, and how much memory it still uses."""
+
+    model_config = ConfigDict(defer_build=True)
 
     clean: bool
     reason: str | None = Field(default=None, max_length=4096)

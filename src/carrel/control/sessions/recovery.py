@@ -48,7 +48,8 @@ async def recover(
         except Exception:
             log.exception("session %s could not be recovered", record.id)
     keep = {box.record.id for box in sessions.live()}
-    await _end_strays(providers, keep)  # before their files are read
+    handles = {(box.provider.name, str(box.handle["id"])) for box in sessions.live()}  # slots have ids of their own
+    await _end_strays(providers, handles)  # before their files are read
     for record in left:
         try:
             await sessions.end_recorded(record, "the server was restarted")
@@ -61,11 +62,13 @@ async def recover(
     return Recovered(len(keep), len(left))
 
 
-async def _end_strays(providers: Mapping[str, Provider], keep: set[str]) -> None:
-    """End the sandboxes that have no record on this server."""
+async def _end_strays(providers: Mapping[str, Provider], keep: set[tuple[str, str]]) -> None:
+    """End the sandboxes that no session of this server has: those without a record, and slots without an owner. `keep`
+    has the providers and ids of the others.
+    """
     for provider in providers.values():
         for name in await provider.running():
-            if name in keep:
+            if (provider.name, name) in keep:
                 continue
             try:
                 await provider.remove({"provider": provider.name, "id": name, "socket": ""})
@@ -77,6 +80,6 @@ async def _end_strays(providers: Mapping[str, Provider], keep: set[str]) -> None
 def _remove_sockets(run_dir: str, keep: set[str]) -> None:
     for name in os.listdir(run_dir):
         path = os.path.join(run_dir, name)
-        if name.startswith(("sbx-", "eph-")) and path not in keep:
+        if name.startswith(("sbx-", "eph-", "slot-")) and path not in keep:
             with suppress(FileNotFoundError):
                 os.unlink(path)

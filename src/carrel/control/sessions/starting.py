@@ -16,14 +16,16 @@ from carrel.audit import AuditLog, chain_of
 from carrel.config import Settings
 from carrel.control.operations.caller import Caller, OwnWork
 from carrel.control.sessions.attachments import Attachments, LaunchPlan
+from carrel.control.sessions.capacity import Capacity
 from carrel.control.sessions.leases import Leases
 from carrel.control.sessions.lifecycle import Event, next_state
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes, info_of
 from carrel.control.sessions.owners import is_agent
 from carrel.control.sessions.request_checks import changes, launch, new_record
+from carrel.control.sessions.slots import Slots
 from carrel.control.sessions.templates import Templates
 from carrel.control.workspaces.workspaces import Provided, Workspaces
-from carrel.errors import CarrelError, Conflict, LimitExceeded, PlatformError
+from carrel.errors import CarrelError, Conflict, PlatformError
 from carrel.isolation.cgroups import host_memory_mb
 from carrel.models import SandboxInfo, SandboxRequest, State
 from carrel.providers.base import Handle, Provider
@@ -52,6 +54,8 @@ class Starting:
         templates: Templates,
         attachments: Attachments,
         audit: AuditLog,
+        capacity: Capacity,
+        slots: Slots,
     ):
         self._settings = settings
         self._store = store
@@ -62,8 +66,9 @@ class Starting:
         self._templates = templates
         self._attachments = attachments
         self._audit = audit
+        self._capacity = capacity
+        self._slots = slots
         self._host_memory_mb = host_memory_mb()
-        self._under_way = 0
         self.closing = False
         """Set when the server ends: a start that is under way is then undone."""
 
@@ -99,17 +104,13 @@ class Starting:
         record = replace(plan.record, ends_at=_end_of_life(plan.record))
         if record.workspace_path is not None:
             await self._refuse_other_files(record, previous)
-        if len(self._live) + self._under_way >= self._settings.max_sandboxes:
-            raise LimitExceeded(
-                f"{self._settings.max_sandboxes} sandboxes run already",
-                hint="terminate some, or raise CARREL_MAX_SANDBOXES",
-            )
+        self._capacity.check()
         if existing is not None:
             record = replace(record, fence=(await self._leases.take(existing)).fence)
         moved = None
         if previous is not None and previous.node not in {None, node} and record.workspace_path is None:
             moved = await self._move(record, previous, existing)
-        self._under_way += 1
+        self._capacity.begin()
         new = moved is not None and moved.new
         handle: Handle | None = None
         box: LiveSandbox | None = None
@@ -121,7 +122,8 @@ class Starting:
             provided = moved or await self._workspaces.provide(record, previous)
             new = provided.new
             plan = await self._attachments.prepare(replace(plan, record=record), provided.path)
-            handle = await provider.start(
+            handle = await self._slots.start(
+                provider,
                 launch(
                     record,
                     provider,
@@ -130,7 +132,11 @@ class Starting:
                     trust=plan.trusts_proxy,
                     folder=plan.folder,
                     image=plan.image,
-                )
+                ),
+                template=record.template,
+                image=record.image,
+                digest=record.image_digest,
+                lasting=is_agent(record),
             )
             await writing
             await self._workspaces.recorded(record)
@@ -159,7 +165,7 @@ class Starting:
             log.exception("a sandbox could not be started")
             raise PlatformError(f"the sandbox could not be started: {type(error).__name__}") from None
         finally:
-            self._under_way -= 1
+            self._capacity.end()
         seconds = time.monotonic() - began
         self._workspaces.metrics.started(
             provider.name, "fresh" if previous is None or previous.forgotten else "resume", seconds

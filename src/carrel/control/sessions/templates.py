@@ -47,6 +47,8 @@ _Marks = tuple[tuple[int, int, int] | None, ...]
 
 
 DOCKERFILE = "Dockerfile"
+BUILT = "localhost/carrel-template:"
+"""The names of images that are built for templates begin with this."""
 MOST_BUILD_FILES = 10_000
 
 
@@ -305,7 +307,7 @@ def _build_folder(name: str, folder: str, recipe: Recipe) -> BuildFolder | None:
         if count > MOST_BUILD_FILES:
             why = f"the build folder of the template '{name}' has more than {MOST_BUILD_FILES} files"
             raise InvalidRequest(why, field="build", hint="keep only what the Dockerfile copies")
-    return BuildFolder(top, f"localhost/carrel-template:{digest.hexdigest()[:40]}")
+    return BuildFolder(top, f"{BUILT}{digest.hexdigest()[:40]}")
 
 
 def _mark(path: str) -> tuple[int, int, int] | None:

@@ -15,6 +15,13 @@ from carrel.policy.documents.documents import MAX_DOCUMENT, DocumentPart, build
 NAME = "template.toml"
 
 
+class PoolSize(DocumentPart):
+    """`pool`: how many warm sandboxes wait for those who use the template."""
+
+    size: int = Field(ge=0, le=10_000, description="how many are kept ready; 0 for none")
+    max: int | None = Field(default=None, ge=0, le=10_000, description="how many there may be after the pool ran dry")
+
+
 class Recipe(DocumentPart):
     """The content of `template.toml`. Every key is optional."""
 
@@ -34,6 +41,7 @@ class Recipe(DocumentPart):
         default_factory=dict, max_length=256, description="environment variables of every command"
     )
     labels: dict[NoNul, NoNul] = Field(default_factory=dict, max_length=32, description="labels of the session")
+    pool: PoolSize | None = Field(default=None, description="the warm sandboxes of slow providers that are kept ready")
     packages: list[Requirement] = Field(
         default_factory=list, max_length=256, description="Python packages of its sandboxes, in the form of PEP 508"
     )
@@ -58,4 +66,10 @@ def load(text: bytes, source: str = NAME) -> Recipe:
     recipe = build(table, Recipe, source)
     if recipe.image is not None and recipe.build is not None:
         raise InvalidRequest(f"{source} has `image` and `build`", field="build", hint="keep one of the two")
+    if recipe.pool is not None and recipe.pool.max is not None and recipe.pool.max < recipe.pool.size:
+        raise InvalidRequest(
+            f"the pool in {source} may have {recipe.pool.max} sandboxes at most, fewer than its size",
+            field="pool",
+            hint="raise `max` or lower `size`",
+        )
     return recipe
