@@ -123,6 +123,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--on-example", action="store_true", help="make every check on the provider in examples/")
     parser.addoption("--on-gvisor", action="store_true", help="make every check and attack in gVisor sandboxes")
     parser.addoption("--on-microvm", action="store_true", help="make every check and attack in virtual machines")
+    parser.addoption("--on-docker", action="store_true", help="make every attack in containers of Docker")
 
 
 @pytest.fixture(scope="session")

@@ -459,16 +459,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         more = ["gvisor"]
     if metafunc.config.getoption("--on-microvm"):
         more = ["microvm"]
+    if metafunc.config.getoption("--on-docker"):
+        more = ["root in Docker"]
     attack = metafunc.function.__name__
     more = [where for where in more if attack not in NOT_JUDGED[PROVIDER.get(where, "namespace")]]
     if "hold" in metafunc.fixturenames:
         kinds = ["root on an image", "user on an image"]
         if not metafunc.config.getoption("--on-image"):
             kinds = ["root", "user", *(kinds[:1] if metafunc.module.__name__.endswith(MASKS_ON_IMAGE) else [])]
+        if metafunc.config.getoption("--on-docker"):
+            kinds = ["root in Docker"]
         metafunc.parametrize("hold", kinds, indirect=True, scope="module")
     for name, settings in {"attacker": ["root", "user"], "compared": ["root", "user", "process"]}.items():
         if name in metafunc.fixturenames:
-            elsewhere = any(metafunc.config.getoption(f"--on-{place}") for place in ("image", "gvisor", "microvm"))
+            places = ("image", "gvisor", "microvm", "docker")
+            elsewhere = any(metafunc.config.getoption(f"--on-{place}") for place in places)
             own = settings[2:] if elsewhere else settings
             metafunc.parametrize(name, [*own, *more], indirect=True)
 
@@ -487,7 +492,8 @@ def compared(request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
 
 @pytest.fixture(scope="module")
 def hold(request: pytest.FixtureRequest) -> Iterator[Hold]:
-    """Makes masked sandboxes, as root and as an ordinary user, on the host's root and from an image."""
+    """Makes masked sandboxes, as root and as an ordinary user, on the host's root and from an image; or in Docker."""
     image = request.getfixturevalue("debian_root") if request.param.endswith("image") else None
-    with _spawning(user=request.param.startswith("user")) as spawn, holding(spawn, image) as start:
+    socket = request.getfixturevalue("docker").socket if request.param.endswith("Docker") else ""
+    with _spawning(user=request.param.startswith("user")) as spawn, holding(spawn, image, socket) as start:
         yield start

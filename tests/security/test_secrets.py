@@ -2,6 +2,7 @@
 
 import base64
 import errno
+import hashlib
 import os
 import stat
 
@@ -14,7 +15,9 @@ VALUE = "canary-of-a-secret-value"
 def supervisor(attacker, box, values):
     """Give secrets to a sandbox as the control plane does: over the supervisor's socket."""
     run = attacker.server.data_dir / "run"
-    [path] = [*run.glob(f"{box.id[:40]}-*.sock"), *run.glob(f"*/{box.id}/s")]
+    in_docker = hashlib.sha256(box.id.encode()).hexdigest()[:16]
+    places = (f"{box.id[:40]}-*.sock", f"*/{box.id}/s", f"docker/{in_docker}/private/socket")
+    [path] = [path for place in places for path in run.glob(place)]
     with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://sandbox") as client:
         given = {name: base64.b64encode(value.encode()).decode() for name, value in values.items()}
         return client.put("/secrets", json={"secrets": given})

@@ -86,12 +86,14 @@ SOMETIMES: dict[str, dict[Capability, str]] = {
 """Capabilities that a provider promises only where the host, or the server, has what they need."""
 
 ATTACKED: dict[str, tuple[str, ...]] = {
-    "docker": ("test_privileges", "test_mounts", "test_network", "test_processes"),
+    "docker": (
+        *("test_host_files", "test_mounts", "test_network", "test_privileges", "test_processes", "test_secrets"),
+    ),
     "gvisor": ("test_host_files", "test_secrets"),
     "microvm": (),
 }
 """Modules of `tests/security` whose attacks are made in a provider in every run of the tests. In `namespace` all are;
-in gVisor all are with `--on-gvisor`, and in virtual machines with `--on-microvm`.
+in gVisor all are with `--on-gvisor`, in virtual machines with `--on-microvm`, in Docker with `--on-docker`.
 """
 
 _OWN_KERNEL = "what it reaches belongs to gVisor's kernel, which only this sandbox has"
@@ -101,7 +103,11 @@ _NO_PROCESS = "it is judged by processes on the host, and agents have none there
 _NO_FOLDERS = "a gVisor sandbox cannot work on a folder of the host"
 NOT_JUDGED: dict[str, dict[str, str]] = {
     "namespace": {},
-    "docker": {},
+    "docker": {
+        "test_mounts_show_no_data_directory": "the list of mounts shows the path of the sandbox's own control directory",
+        "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
+        "test_same_user_on_the_host": "all agents have one user id on the host",
+    },
     "microvm": {
         "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
         "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",

@@ -27,10 +27,13 @@ from carrel.providers.base import RootImage
 
 async def main():
     place, root, image = sys.argv[1], sys.stdin.readline().strip(), None
+    docker = sys.stdin.readline().strip()
     if root:
         image = RootImage(root, (os.stat(root).st_dev, os.stat(root).st_ino), user="agent")
     images = os.path.dirname(root)
-    provider = open_providers(place + "/run", place + "/ws", allow_process=False, images=images)["namespace"]
+    more = {"images": images, "docker": docker, "bundles": place + "/bundles"}
+    opened = open_providers(place + "/run", place + "/ws", allow_process=False, **more)
+    provider = opened["docker" if docker else "namespace"]
     held = {}
     while line := await asyncio.to_thread(sys.stdin.readline):
         name, masks = json.loads(line)
@@ -73,14 +76,16 @@ Hold = Callable[..., contextlib.AbstractContextManager[Masked]]
 
 
 @contextlib.contextmanager
-def holding(spawn: Any, image: Path | None = None) -> Iterator[Hold]:
-    """Makes masked sandboxes, on one zygote; from an image if its root is given."""
+def holding(spawn: Any, image: Path | None = None, docker: str = "") -> Iterator[Hold]:
+    """Makes masked sandboxes, on one zygote, or as containers if the socket of a daemon is given; from an image if its
+    root is given.
+    """
     place = Path(tempfile.mkdtemp(prefix="mask"))
     place.chmod(0o755)
     for name in ("run", "ws"):
         (place / name).mkdir()
     process = spawn(HOLD, place)
-    process.stdin.write(f"{image or ''}\n")
+    process.stdin.write(f"{image or ''}\n{docker}\n")
     count = itertools.count()
 
     def ask(name: str, masks: dict[str, Any]) -> str:

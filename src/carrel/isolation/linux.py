@@ -25,7 +25,7 @@ _NR_CAPSET = {"x86_64": 126, "aarch64": 91}
 _CAPABILITY_HEADER = struct.pack("=Ii", 0x20080522, 0)
 # The calls of 2019 and later have one number on every architecture.
 _NR_OPEN_TREE, _NR_MOVE_MOUNT, _NR_CLONE3, _NR_MOUNT_SETATTR = 428, 429, 435, 442
-_NR_FSOPEN, _NR_FSCONFIG, _NR_FSMOUNT, _NR_FSPICK = 430, 431, 432, 433
+_NR_FSOPEN, _NR_FSCONFIG, _NR_FSMOUNT = 430, 431, 432
 
 CLONE_FS = 0x00000200
 CLONE_PARENT = 0x00008000
@@ -49,8 +49,7 @@ AT_FDCWD, AT_EMPTY_PATH, AT_RECURSIVE = -100, 0x1000, 0x8000
 OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH = 4, 0x40
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC, MOUNT_ATTR_IDMAP = 1, 2, 4, 8, 0x00100000
-_FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC, _FSPICK_CLOEXEC, _FSPICK_EMPTY_PATH = 1, 1, 1, 8
-_FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE, _FSCONFIG_CMD_RECONFIGURE = 1, 6, 7
+_FSOPEN_CLOEXEC, _FSMOUNT_CLOEXEC, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 1, 1, 1, 6
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
@@ -149,26 +148,13 @@ def new_file_system(kind: str, options: Mapping[str, str], attributes: int) -> i
     """Return the descriptor of a detached mount of a new file system."""
     context = libc.system_call(f"fsopen {kind}", _NR_FSOPEN, kind.encode(), _FSOPEN_CLOEXEC)
     try:
-        _configure(context, options, _FSCONFIG_CMD_CREATE)
+        for name, value in options.items():
+            words = name.encode(), value.encode()
+            libc.system_call(f"mount option {name}", _NR_FSCONFIG, context, _FSCONFIG_SET_STRING, *words, 0)
+        libc.system_call(f"make {kind}", _NR_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
         return libc.system_call(f"fsmount {kind}", _NR_FSMOUNT, context, _FSMOUNT_CLOEXEC, attributes)
     finally:
         os.close(context)
-
-
-def change_file_system(mounted_fd: int, options: Mapping[str, str]) -> None:
-    """Change options of a file system that is mounted at an open place."""
-    context = libc.system_call("fspick", _NR_FSPICK, mounted_fd, b"", _FSPICK_CLOEXEC | _FSPICK_EMPTY_PATH)
-    try:
-        _configure(context, options, _FSCONFIG_CMD_RECONFIGURE)
-    finally:
-        os.close(context)
-
-
-def _configure(context: int, options: Mapping[str, str], command: int) -> None:
-    for name, value in options.items():
-        words = name.encode(), value.encode()
-        libc.system_call(f"mount option {name}", _NR_FSCONFIG, context, _FSCONFIG_SET_STRING, *words, 0)
-    libc.system_call("fsconfig", _NR_FSCONFIG, context, command, None, None, 0)
 
 
 def set_mount_attributes(

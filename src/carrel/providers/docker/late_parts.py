@@ -15,7 +15,7 @@ from carrel.isolation.late_mounts import LateMount, Sandbox
 from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.providers import control_directory
 
-_WRITABLE = ("/dev/shm", "/dev/pts", "/proc", CONTROL)
+_WRITABLE = ("/dev/pts", "/proc", CONTROL)
 _DEVICES = ("/dev", "/dev/pts")
 _OF_THE_AGENT = {"uid": str(SANDBOX_UID), "gid": str(SANDBOX_UID)}
 _SECRETS = {"size": "8m", "nr_inodes": "2048", "mode": "0700", **_OF_THE_AGENT}
@@ -30,6 +30,7 @@ def confine(sandbox: Sandbox) -> None:
 
     def work() -> None:
         _unmount("/sys")  # the host's devices and cgroups are not for agents
+        _unmount("/dev/shm")  # the agent gets one of its own
         _unmount("/dev/mqueue")
         with suppress(FileNotFoundError):
             os.rmdir("/dev/mqueue")
@@ -52,7 +53,8 @@ def confine(sandbox: Sandbox) -> None:
 def attach(sandbox: Sandbox, workspace: str, memory_mb: int | None) -> None:
     """Mount the workspace, a place for secrets and the memory file systems, which have much less than the memory."""
     scratch = max(16, min(512, (memory_mb or 1024) // 4))
-    size = {"size": f"{scratch}m", "nr_inodes": "65536"}
+    size = {"size": f"{scratch}m", "nr_inodes": "65536", **_OF_THE_AGENT}
+    shared = {"size": f"{max(8, scratch // 4)}m", "nr_inodes": "4096", "mode": "1777", **_OF_THE_AGENT}
     with ExitStack() as opened:
 
         def keep(tree: int) -> int:
@@ -63,13 +65,12 @@ def attach(sandbox: Sandbox, workspace: str, memory_mb: int | None) -> None:
         sandbox.mount(
             [
                 LateMount(keep(late_mounts.open_memory({**size, "mode": "1777"})), "/tmp"),
-                LateMount(keep(late_mounts.open_memory({**size, "mode": "0755", **_OF_THE_AGENT})), HOME),
+                LateMount(keep(late_mounts.open_memory({**size, "mode": "0755"})), HOME),
+                LateMount(keep(late_mounts.open_memory(shared, programs=False)), "/dev/shm"),
                 LateMount(secrets, control_directory.SECRETS, shown_at=SECRETS),
                 LateMount(keep(late_mounts.open_directory(workspace)), WORKSPACE),
             ]
         )
-    with _opened(sandbox, "/dev/shm") as place:
-        linux.change_file_system(place, {"size": f"{max(8, scratch // 4)}m"})
 
 
 def seal(sandbox: Sandbox) -> None:
