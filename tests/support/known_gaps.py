@@ -111,6 +111,7 @@ NOT_JUDGED: dict[str, dict[str, str]] = {
     },
     "microvm": {
         "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
+        "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",
         "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
         "test_mounts_are_confined": "the control directory can be written by root, whom no agent can become",
         "test_open_ports": "an emulated machine cannot ask all ports in the time of this attack",
