@@ -110,11 +110,14 @@ NOT_JUDGED: dict[str, dict[str, str]] = {
     },
     "microvm": {
         "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
+        "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",
         "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
+        "test_leftover_mounts": "mounts of the root are listed once somebody looks into them, so their number grows",
         "test_mounts_are_confined": "the control directory can be written by root, whom no agent can become",
         "test_open_ports": "an emulated machine cannot ask all ports in the time of this attack",
         "test_sys": "there is an empty directory /sys/fs",
         "test_without_isolation_there_is_no_place": "it is about the process provider",
+        "test_same_user_on_the_host": "agents have no process on the host; the file servers share one user there",
         "test_setuid_file_on_the_host": "the file cannot be made at all, which this attack takes for granted",
     },
     "gvisor": {
