@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,14 +29,16 @@ class GvisorGroups:
 
     def __init__(self) -> None:
         self._own: Cgroups | None = None
+        self._opening = threading.Lock()
 
     def make(self, id: str, memory_mb: int | None) -> list[str]:
         """Make the groups of a sandbox; return the files by which its first process enters them.
 
         Raises `PlatformError`.
         """
-        if self._own is None:
-            self._own = Cgroups.open()
+        with self._opening:  # several sandboxes may start at once
+            if self._own is None:
+                self._own = Cgroups.open()
         if "memory" not in self._own.controllers:
             raise PlatformError("no cgroup for memory can be made", hint="run `carrel doctor`")
         self._own.make(id).close()
