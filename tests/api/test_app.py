@@ -38,6 +38,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "decide_approval": {"approve": True},
     "decide_approvals": {"ids": ["apr-x"], "decision": {"approve": True}},
     "explain_policy": {"command": "true"},
+    "resize_pool": {"size": 1},
     "create_token": {"name": "ann", "kind": "person", "scopes": ["read"]},
 }
 """A good body for each operation that cannot do without one."""
@@ -47,7 +48,18 @@ OPEN = {"healthz", "readyz"}
 def request(method: str, path: str, operation: dict[str, Any], box: str = "absent") -> dict[str, Any]:
     """The arguments of a good request for an operation."""
     sent: dict[str, Any] = {"method": method, "url": path.replace("{id}", box).replace("{cid}", "c1")}
-    for name in ("snapshot_id", "approval_id", "token_id", "context_id", "template", "env", "name", "cell", "server"):
+    for name in (
+        "snapshot_id",
+        "approval_id",
+        "token_id",
+        "context_id",
+        "template",
+        "env",
+        "name",
+        "cell",
+        "server",
+        "pool",
+    ):
         sent["url"] = sent["url"].replace(f"{{{name}}}", "none-x")
     if operation["operationId"] in BODIES:
         sent["json"] = BODIES[operation["operationId"]]

@@ -24,7 +24,7 @@ async def list_pools(plane: Plane) -> Response:
     return as_json(plane.pools.list())
 
 
-@router.operation(RESIZE_POOL, "Change the size of pools", PoolList, 404, 422)
+@router.operation(RESIZE_POOL, "Change the size of pools", PoolList, 404, 413, 422)
 async def resize_pool(pool: Name, body: PoolResize, plane: Plane, caller: Who) -> Response:
     """Of all pools of a provider, or of a template, also those that become known later. Holds until the server ends.
     The answer has the pools that exist now.

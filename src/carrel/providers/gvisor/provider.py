@@ -37,6 +37,7 @@ from carrel.providers.groups import SandboxGroups
 from carrel.providers.gvisor import oci, runsc
 from carrel.providers.gvisor.options import GvisorOptions
 from carrel.providers.stagers import Stagers
+from carrel.threads import run_to_end
 
 _SANDBOXES, _ROOTS = "gvisor", "gvisor-roots"
 _CONTROL, _ROOT, _COVERS, _STATE, _CONFIG, _PID, _SOCKET = "c", "root", "covers", "state", "config.json", "pid", "s"
@@ -193,8 +194,9 @@ class GvisorProvider(Provider):
     async def _start_slot(self, launch: Launch, base: BaseRoot, made: bundle.SupervisorBundle) -> Handle:
         place = self._place(launch.id)
         control = ControlDirectory(f"{place}/{_CONTROL}")
-        await asyncio.to_thread(self._write, launch, place, control)
-        order = await asyncio.to_thread(self._order, launch, base, made, place, control)
+        # A start that is cancelled waits for these: what they make is removed afterwards.
+        await run_to_end(lambda: self._write(launch, place, control))
+        order = await run_to_end(lambda: self._order(launch, base, made, place, control))
         with control.listen_for_supervisor() as listener:
             supervisor = await waiting_supervisor(listener, await self._stagers.start(order))
         self._waiting[launch.id] = supervisor
@@ -230,7 +232,7 @@ class GvisorProvider(Provider):
         if supervisor is None:
             raise PlatformError(f"'{id}' is not a slot of this server")
         with contextlib.closing(supervisor):
-            await asyncio.to_thread(self._attach, id, slot, launch)
+            await run_to_end(lambda: self._attach(id, slot, launch))
             await supervisor.begin(_facts(id, launch))
         socket = ControlDirectory(f"{place}/{_CONTROL}").socket_path
         return {
