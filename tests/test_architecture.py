@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "carrel"
 
 BASE = {"errors", "primitives"}
-KINDS = {"store", "redaction", "audit", "metrics", "workspaces", "identity", "secrets"}
+KINDS = {"store", "events", "redaction", "audit", "metrics", "workspaces", "identity", "secrets"}
 ALLOWED = {
     "errors": set(),
     "primitives": {"errors"},
