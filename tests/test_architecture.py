@@ -28,7 +28,7 @@ ALLOWED = {
     "egress": BASE | {"policy", "models", "metrics", "redaction", "isolation", "threads"},
     "control": BASE | KINDS | {"threads", "models", "policy", "config", "isolation", "providers", "egress", "images"},
     "connections": BASE,
-    "api": BASE | {"control", "models", "metrics", "identity", "audit", "connections"},
+    "api": BASE | {"control", "events", "models", "metrics", "identity", "audit", "connections"},
     "client": BASE | {"models"},
     "profiles": BASE | {"policy"},
     "testing": BASE | {"models", "client", "providers", "control"},

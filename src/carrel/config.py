@@ -186,6 +186,15 @@ class AuditSettings(_Group):
     )
 
 
+class EventSettings(_Group):
+    """The event log."""
+
+    keep_days: float = Field(default=7.0, gt=0, le=MAX_DAYS, description="days until events are removed")
+    keep_mb: int = Field(
+        default=256, ge=1, description="size of the event log; beyond it the oldest events are removed"
+    )
+
+
 class EgressSettings(_Group):
     """Outbound network (egress)."""
 
@@ -432,6 +441,7 @@ class Settings(_Group):
     policy: PolicySettings = Field(default_factory=PolicySettings)
     approvals: ApprovalSettings = Field(default_factory=ApprovalSettings)
     audit: AuditSettings = Field(default_factory=AuditSettings)
+    events: EventSettings = Field(default_factory=EventSettings)
     egress: EgressSettings = Field(default_factory=EgressSettings)
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
     images: ImageSettings = Field(default_factory=ImageSettings)

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 from carrel.audit import AuditLog, SigningKey
 from carrel.config import ApprovalSettings, Settings
+from carrel.control.egress.connection_events import MINUTE_S, ConnectionEvents
 from carrel.control.egress.plans import Plans, read_upstreams
 from carrel.control.egress.service import EgressService
 from carrel.control.governance.approval_recovery import recover_approvals
 from carrel.control.governance.approvals import Approvals
 from carrel.control.governance.decisions import ApprovalDecisions
+from carrel.control.governance.log_records import LogIntake
 from carrel.control.governance.open_requests import OpenRequests
 from carrel.control.governance.policies import Policies
 from carrel.control.governance.policy_attachments import PolicyLimits, PolicyMasks
@@ -32,6 +34,8 @@ from carrel.control.mcp.links import McpLinks
 from carrel.control.mcp.platform import PlatformServers, read_platform
 from carrel.control.mcp.servers import McpServers
 from carrel.control.operations.admission import Admission
+from carrel.control.operations.command_ends import CommandEnds
+from carrel.control.operations.happened import event_of
 from carrel.control.operations.operations import Operations, OwnOperations
 from carrel.control.python.calls import PythonOperations
 from carrel.control.python.code_contexts import CodeContextOperations
@@ -72,6 +76,7 @@ from carrel.control.workspaces.snapshots import Snapshots
 from carrel.control.workspaces.workspaces import MB, Workspaces
 from carrel.egress.plan import Upstream
 from carrel.errors import CarrelError, ProviderUnavailable
+from carrel.events import EventLog
 from carrel.identity import CACHE_S, Tokens
 from carrel.metrics import Metrics
 from carrel.models import HostReport
@@ -84,6 +89,7 @@ from carrel.store.approvals import ApprovalStore
 from carrel.store.audit import AuditStore
 from carrel.store.code_contexts import CodeContextStore
 from carrel.store.environments import EnvironmentStore
+from carrel.store.events import EventStore
 from carrel.store.leases import LeaseStore
 from carrel.store.mcp_servers import McpServerStore
 from carrel.store.policies import PolicyStore
@@ -139,7 +145,15 @@ class ControlPlane:
         live = LiveSandboxes()
         notes = SessionNotes(live, store)
         leases = Leases(LeaseStore(database), node, settings.lease_s)
-        self.audit = audit = AuditLog(AuditStore(database), key, node, strict=settings.audit.strict)
+        self.audit = audit = AuditLog(AuditStore(database), key, node, event_of, strict=settings.audit.strict)
+        self.events = events = EventLog(
+            EventStore(database),
+            node,
+            keep_days=settings.events.keep_days,
+            keep_bytes=settings.events.keep_mb * MB,
+        )
+        self._command_ends = ends = CommandEnds(events, audit)
+        self._connection_events = connection_events = ConnectionEvents(events)
         self.requests = OpenRequests()
         self.tokens = Tokens(TokenStore(database), token, self.requests.revoked)
         remote = Remote.open(settings.archive_url)
@@ -164,6 +178,8 @@ class ControlPlane:
         )
         self._admission = admission = Admission(policies, approvals, audit, metrics, values, live)
 
+        self.log_records = LogIntake(events, values)
+
         # attachments: they turn a bare sandbox into a workspace
         snapshot_store, filespace_store = SnapshotStore(database), FilespaceStore(database)
         mcp_store, environment_store = McpServerStore(database), EnvironmentStore(database, node)
@@ -181,6 +197,7 @@ class ControlPlane:
             admission,
             audit,
             metrics,
+            events=connection_events,
             redact=values.clean,
             ask_wait_s=settings.egress.ask_wait_s,
         )
@@ -240,7 +257,7 @@ class ControlPlane:
         starting = Starting(settings, store, workspaces, leases, live, providers, templates, attachments, audit)
         self.sessions = sessions = Sessions(starting, store, workspaces, leases, live, providers, attachments)
         # Packages are made by commands of carrel's own, and the commands of callers may wait for packages.
-        self.own_operations = own = OwnOperations(sessions, admission, values, policies.longest)
+        self.own_operations = own = OwnOperations(sessions, admission, values, policies.longest, ends)
         envs = settings.envs
         builder = Builder(sessions, own, host.storage, largest_mb=envs.largest_mb, timeout_s=envs.build_timeout_s)
         self.environments = environments = Environments(
@@ -256,7 +273,7 @@ class ControlPlane:
         self.packages = packages = TemplatePackages(templates, environments, own)
         template_images = TemplateImages(templates, lambda: self.image_builds, images, store)
         self.operations = operations = Operations(
-            sessions, admission, values, policies.longest, packages, template_images
+            sessions, admission, values, policies.longest, ends, packages, template_images
         )
         self.policy_changes = changes = PolicyChanges(policies, live, attachments, sessions)
         self.decisions = ApprovalDecisions(approvals, admission, changes, values.clean)
@@ -266,7 +283,7 @@ class ControlPlane:
             sessions, operations, filespace_store, files, masks, default_cap=settings.sandbox.disk_mb * MB
         )
         self.context_deletion = ContextDeletion(
-            sessions, operations, workspaces, store, policies, changes, self.secrets, files
+            sessions, operations, workspaces, store, policies, changes, self.secrets, files, events
         )
         self.bundles = Bundles(operations)
         self.checkpoints = CheckpointOperations(sessions, operations, checkpoints)
@@ -275,7 +292,7 @@ class ControlPlane:
         self.envs = EnvironmentUse(environments, packages, sessions, operations, own)
         self.python = python = PythonOperations(operations, values.redactor, self.envs, packages)
         self.code_contexts = CodeContextOperations(
-            operations, values.redactor, python.environment, CodeContextStore(database)
+            operations, values.redactor, python.environment, CodeContextStore(database), ends
         )
         self.tools = Tools(operations, python)
         mcp = settings.mcp
@@ -317,6 +334,8 @@ class ControlPlane:
                 (images.collect, FORGET_EVERY_S),
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
+                (self.sweep_events, FORGET_EVERY_S),
+                (connection_events.flush, MINUTE_S),
                 (HomeLimits(sessions, folders).enforce, LOOK_EVERY_S),
             ),
         )  # fmt: skip
@@ -373,10 +392,13 @@ class ControlPlane:
 
     async def _begin(self) -> None:
         """Take over what the previous process left, and start the background work."""
+        await self.events.open()
         for left in await self.audit.open():
             log.warning("the server ended before this did: %s", left)
         await self._host.ready()
         self.recovered = await recover(self.sessions, self.store, self.workspaces, self.providers, self.layout.run)
+        for box in self.sessions.live():
+            await self._command_ends.adopt(box)
         await self._protected_folders.open(self.sessions.live())
         await self._deletions.open(self.sessions.live())
         await self._sandbox_image.open(self.sessions.live())
@@ -410,6 +432,10 @@ class ControlPlane:
         """End open requests whose token another server revoked."""
         for token_id in await self.tokens.revoked(self.requests.tokens()):
             self.requests.revoked(token_id)
+
+    async def sweep_events(self) -> None:
+        """Remove old events."""
+        await self.events.sweep()
 
     async def host_report(self) -> HostReport:
         from carrel.providers.doctor import host_report
@@ -449,7 +475,10 @@ class ControlPlane:
                 await self.egress.close()
             except (CarrelError, OSError):
                 log.exception("the egress process could not be ended")
+            await self._connection_events.flush()
+            await self._command_ends.close()
             await self.audit.close()
+            await self.events.close()
             await self._host.close()
             await self._database.close()
 

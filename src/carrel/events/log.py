@@ -36,7 +36,7 @@ MAX_QUEUED = 50_000
 DAY_S = 86_400.0
 
 
-class LogStore(Protocol):
+class EventRecords(Protocol):
     """The methods of a store that the log needs; `store.events.EventStore` has and explains them."""
 
     staged: asyncio.Event
@@ -95,7 +95,7 @@ class EventLog:
 
     def __init__(
         self,
-        store: LogStore,
+        store: EventRecords,
         node: str,
         *,
         keep_days: float,
@@ -216,7 +216,8 @@ class EventLog:
 
     def _take(self) -> list[_Group]:
         """Return the next groups for one transaction."""
-        batch, size = [], 0
+        batch: list[_Group] = []
+        size = 0
         while self._queue and (not batch or size + len(self._queue[0].drafts) <= MAX_BATCH):
             batch.append(group := self._queue.popleft())
             size += len(group.drafts)
@@ -265,7 +266,7 @@ class EventLog:
                     yield page
                 if until is not None and position >= until:
                     return
-                if position >= tail.last and not self._closing and self._tail is tail:
+                if position >= tail.last and self._tail is tail:
                     try:
                         async with asyncio.timeout(beat_s):
                             await grown.wait()
