@@ -5,6 +5,7 @@ the later source wins.
 import base64
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -373,6 +374,11 @@ class Settings(_Group):
         min_length=1,
         description="directory of workspaces, records and the token",
     )
+    bus: SecretStr | None = Field(
+        default=None,
+        description="where events are delivered, besides the event log: `nats://user:password@host:4222` for NATS "
+        "JetStream; by default nowhere. The value is never shown",
+    )
     database: SecretStr | None = Field(
         default=None,
         min_length=1,
@@ -450,6 +456,13 @@ class Settings(_Group):
     router: RouterSettings = Field(default_factory=RouterSettings)
     mcp: McpSettings = Field(default_factory=McpSettings)
     checkpoints: CheckpointSettings = Field(default_factory=CheckpointSettings)
+
+    @field_validator("bus")
+    @classmethod
+    def _nats(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.fullmatch(r"(nats|tls)://[^/\s]+/?", value.get_secret_value()):
+            raise ValueError("a bus is nats://host:port or tls://host:port, with user:password@ if it needs one")
+        return value
 
     @field_validator("volumes_max_mb")
     @classmethod

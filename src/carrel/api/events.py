@@ -28,9 +28,9 @@ router = GuardedRouter(tags=["events"])
 BEAT_S = 10.0
 _MOST_ID = 2**63 - 1
 _STREAM = {
-    "description": "Server-sent events. `data` is an `Event`, `event` its kind, `id` its number; `truncated` stands "
-    "for events that were removed",
-    "content": {SSE: {"schema": {"$ref": "#/components/schemas/Event"}}},
+    "description": "Server-sent events. `data` is an `EventInfo`, `event` its kind, `id` its number. `truncated` "
+    "stands for events that were removed",
+    "content": {SSE: {"schema": {"$ref": "#/components/schemas/EventInfo"}}},
 }
 
 

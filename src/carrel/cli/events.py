@@ -13,7 +13,7 @@ from carrel.cli.failures import note
 from carrel.cli.printing import plain, print_line
 
 if TYPE_CHECKING:
-    from carrel.models import Event
+    from carrel.models import EventInfo
 
 _FIRST = ("state", "command", "exit", "path", "summary", "host", "message", "notice", "snapshot", "tool")
 _LEFT_OUT = frozenset({*_FIRST, "operation", "record", "actor", "duration_ms", "bytes_in", "bytes_out", "before"})
@@ -49,7 +49,7 @@ def events(
         note("there are no events")
 
 
-def _line(event: Event) -> str:
+def _line(event: EventInfo) -> str:
     when = event.at.astimezone().strftime("%Y-%m-%d %H:%M:%S")
     if event.kind == "truncated":
         return f"{when}  the events up to {event.id} were removed"

@@ -77,6 +77,7 @@ from carrel.control.workspaces.workspaces import MB, Workspaces
 from carrel.egress.plan import Upstream
 from carrel.errors import CarrelError, ProviderUnavailable
 from carrel.events import EventLog
+from carrel.events.log import DAY_S
 from carrel.identity import CACHE_S, Tokens
 from carrel.metrics import Metrics
 from carrel.models import HostReport
@@ -104,6 +105,7 @@ from carrel.workspaces.volumes.doctor import disk_quota, retention
 
 if TYPE_CHECKING:
     from carrel.control.images.building import ImageBuilds
+    from carrel.events.nats_bus import NatsBus
 
 log = logging.getLogger("carrel.control")
 
@@ -146,12 +148,14 @@ class ControlPlane:
         notes = SessionNotes(live, store)
         leases = Leases(LeaseStore(database), node, settings.lease_s)
         self.audit = audit = AuditLog(AuditStore(database), key, node, event_of, strict=settings.audit.strict)
+        event_store = EventStore(database)
         self.events = events = EventLog(
-            EventStore(database),
+            event_store,
             node,
             keep_days=settings.events.keep_days,
             keep_bytes=settings.events.keep_mb * MB,
         )
+        self._bus = _bus(settings, events, event_store, node)
         self._command_ends = ends = CommandEnds(events, audit)
         self._connection_events = connection_events = ConnectionEvents(events)
         self.requests = OpenRequests()
@@ -410,6 +414,8 @@ class ControlPlane:
         await self.egress.open(self.sessions.live(), warm=warm)
         if self._webhook is not None:
             self._webhook.start()
+        if self._bus is not None:
+            self._bus.start()
         self._upkeep_task = asyncio.get_running_loop().create_task(self.upkeep.run())
 
     @cached_property
@@ -435,7 +441,7 @@ class ControlPlane:
 
     async def sweep_events(self) -> None:
         """Remove old events."""
-        await self.events.sweep()
+        await self.events.sweep(None if self._bus is None else await self._bus.delivered())
 
     async def host_report(self) -> HostReport:
         from carrel.providers.doctor import host_report
@@ -478,9 +484,20 @@ class ControlPlane:
             await self._connection_events.flush()
             await self._command_ends.close()
             await self.audit.close()
+            if self._bus is not None:
+                await self._bus.close()
             await self.events.close()
             await self._host.close()
             await self._database.close()
+
+
+def _bus(settings: Settings, events: EventLog, deliveries: EventStore, node: str) -> NatsBus | None:
+    if settings.bus is None:
+        return None
+    from carrel.events.nats_bus import NatsBus
+
+    url, keep_s = settings.bus.get_secret_value(), settings.events.keep_days * DAY_S
+    return NatsBus(url, events, deliveries, node, keep_s=keep_s)
 
 
 def _webhook(settings: ApprovalSettings) -> Webhook | None:

@@ -83,7 +83,7 @@ class Page(NamedTuple):
     missing: int | None = None
 
 
-class _Group(NamedTuple):
+class _Append(NamedTuple):
     """Events that are appended together. `stored` is of a caller that waits."""
 
     drafts: Sequence[EventDraft]
@@ -107,7 +107,7 @@ class EventLog:
         self._keep_s = keep_days * DAY_S
         self._keep_bytes = keep_bytes
         self._clock = clock
-        self._queue: deque[_Group] = deque()
+        self._queue: deque[_Append] = deque()
         self._size = 0
         self._queued = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -154,19 +154,19 @@ class EventLog:
         """Append events soon, and do not wait. `PlatformError` when the log is closed, `LimitExceeded` when too many
         wait already: the database is away or too slow.
         """
-        self._put(_Group(drafts))
+        self._put(_Append(drafts))
 
     async def append(self, drafts: Sequence[EventDraft]) -> None:
         """Append events and return when they are stored. Those of several callers share a transaction. When this
         raises, none of them is stored.
         """
-        group = _Group(drafts, asyncio.get_running_loop().create_future())
+        group = _Append(drafts, asyncio.get_running_loop().create_future())
         self._put(group)
         self._hurry.set()
         assert group.stored is not None
         await group.stored
 
-    def _put(self, group: _Group) -> None:
+    def _put(self, group: _Append) -> None:
         if not self._tasks or self._closing:
             raise PlatformError("the event log is closed", hint="the server is shutting down; ask again later")
         if self._size + len(group.drafts) > MAX_QUEUED:
@@ -214,9 +214,9 @@ class EventLog:
                 return
             self._queued.clear()
 
-    def _take(self) -> list[_Group]:
+    def _take(self) -> list[_Append]:
         """Return the next groups for one transaction."""
-        batch: list[_Group] = []
+        batch: list[_Append] = []
         size = 0
         while self._queue and (not batch or size + len(self._queue[0].drafts) <= MAX_BATCH):
             batch.append(group := self._queue.popleft())
@@ -224,7 +224,7 @@ class EventLog:
         self._size -= size
         return batch
 
-    def _failed(self, batch: list[_Group], error: Exception) -> None:
+    def _failed(self, batch: list[_Append], error: Exception) -> None:
         """Tell those who wait; the other events are tried again."""
         log.warning("events cannot be written: %s", error)
         again = [group for group in batch if group.stored is None]

@@ -85,7 +85,7 @@ def kinds_of(names: Iterable[str]) -> frozenset[EventKind] | None:
     return frozenset(found) or None
 
 
-class Event(Answer):
+class EventInfo(Answer):
     """Something that happened. `kind` is one of the kinds of events, or `truncated`."""
 
     id: int = Field(description="grows in the order in which events can be read")

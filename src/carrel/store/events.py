@@ -7,6 +7,7 @@ nobody; `number` then moves staged events to the log, one transaction at a time,
 
 from __future__ import annotations
 
+import secrets
 import sqlite3
 from collections.abc import Sequence
 from importlib import import_module
@@ -32,7 +33,7 @@ _SUMMED = 20_000
 """Events whose sizes are summed by one query."""
 ROW = 100
 """Bytes of an event beside its body, about."""
-_LAST, _REMOVED = "last", "removed"
+_LAST, _REMOVED, _IDENTITY = "last", "removed", "identity"
 
 _NUMBER = text(
     f"""
@@ -74,7 +75,8 @@ class EventStore:
 
         def run(connection: Connection) -> None:
             dialect = import_module(f"sqlalchemy.dialects.{connection.dialect.name}")
-            rows = [{"name": _LAST, "id": 0}, {"name": _REMOVED, "id": 0}]
+            ids = {_LAST: 0, _REMOVED: 0, _IDENTITY: secrets.randbits(53)}
+            rows = [{"name": name, "id": id} for name, id in ids.items()]
             connection.execute(dialect.insert(state).values(rows).on_conflict_do_nothing())
 
         await self._database.write(run)
@@ -170,6 +172,11 @@ class EventStore:
         return count
 
     # delivery to a bus
+
+    async def identity(self) -> int:
+        """Return the number of this log: the ids of another one begin again."""
+        found = await self._database.scalars(select(state.c.id).where(state.c.name == _IDENTITY))
+        return int(found[0])
 
     async def delivered(self, bus: str) -> int:
         """Return the newest id that a bus has; 0 if it has none."""

@@ -212,7 +212,10 @@ event_state = Table(
     "event_state",
     metadata,
     Column(
-        "name", String(32), primary_key=True, comment="`last`: the newest id; `removed`: retention removed up to it"
+        "name",
+        String(32),
+        primary_key=True,
+        comment="last, removed (by retention, up to it), identity",
     ),
     Column("id", BigInteger, nullable=False),
 )

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from carrel.client._async.connection import AsyncConnection
 from carrel.client._io_async import pause
 from carrel.errors import CarrelError, PlatformError
-from carrel.models import Event
+from carrel.models import EventInfo
 from carrel.primitives.backoff import Backoff
 
 _SILENCE_S = 10.0
@@ -26,7 +26,7 @@ async def follow_events(
     after: int | None,
     *,
     follow: bool,
-) -> AsyncIterator[Event]:
+) -> AsyncIterator[EventInfo]:
     """Yield events. The first connection must succeed; a later failure is repaired, unless the server refuses."""
     kind = None if kinds is None else ",".join([kinds] if isinstance(kinds, str) else kinds)
     position, connected, backoff = after, False, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -51,7 +51,7 @@ async def follow_events(
 
 async def _messages(
     connection: AsyncConnection, query: dict[str, str | int | None]
-) -> AsyncGenerator[tuple[int, Event | None], None]:
+) -> AsyncGenerator[tuple[int, EventInfo | None], None]:
     """Yield the position after each message, and its event if it has one."""
     id, data, held = 0, b"", b""
     async with aclosing(connection.pieces("/v1/events", query, deadline=_SILENCE_S)) as arriving:
@@ -69,8 +69,8 @@ async def _messages(
                     data = b""
 
 
-def _event(data: bytes) -> Event:
+def _event(data: bytes) -> EventInfo:
     try:
-        return Event.model_validate_json(data)
+        return EventInfo.model_validate_json(data)
     except ValidationError:
         raise PlatformError("the server sent an event that cannot be read") from None

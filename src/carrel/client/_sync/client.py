@@ -28,10 +28,11 @@ from carrel.client.requests import host_path_body, limits_body
 from carrel.errors import Denied, NotFound
 from carrel.models import (
     DiskUsage,
-    Event,
+    EventInfo,
     HostPath,
     HostReport,
     Limits,
+    LogReceipt,
     Network,
     SandboxInfo,
     SandboxPage,
@@ -176,7 +177,7 @@ class Client:
         kinds: Iterable[str] | None = None,
         after: int | None = None,
         follow: bool = True,
-    ) -> Iterator[Event]:
+    ) -> Iterator[EventInfo]:
         """Yield what happens in a context, or in every context that the token may access.
 
         `kinds` are kinds such as `command.ended`, or families such as `command`. `after` is the id of the last known
@@ -185,6 +186,15 @@ class Client:
         server no longer has those before its id. `follow=False` ends with the newest event.
         """
         return follow_events(self._connection, context, kinds, after, follow=follow)
+
+    def publish_log(
+        self, records: Iterable[Mapping[str, object]], *, context: str | None = None, dropped: int = 0
+    ) -> int:
+        """Add log records to the events: each has a `message`, and may have a `level`, a `logger` and a time (`at`).
+        `dropped` counts those before that were not sent. `carrel.logging.BusHandler` does all this by itself.
+        """
+        body = {"context_id": context, "records": [dict(each) for each in records], "dropped": dropped}
+        return (self._connection.post(LogReceipt, "/v1/events", body)).stored
 
     def forget(self, context_id: str) -> None:
         """Delete a context and all its data: files, snapshots, filespace, secrets, MCP servers, template and policy.

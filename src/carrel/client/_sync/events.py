@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from carrel.client._io_sync import pause
 from carrel.client._sync.connection import Connection
 from carrel.errors import CarrelError, PlatformError
-from carrel.models import Event
+from carrel.models import EventInfo
 from carrel.primitives.backoff import Backoff
 
 _SILENCE_S = 10.0
@@ -27,7 +27,7 @@ def follow_events(
     after: int | None,
     *,
     follow: bool,
-) -> Iterator[Event]:
+) -> Iterator[EventInfo]:
     """Yield events. The first connection must succeed; a later failure is repaired, unless the server refuses."""
     kind = None if kinds is None else ",".join([kinds] if isinstance(kinds, str) else kinds)
     position, connected, backoff = after, False, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
@@ -50,7 +50,9 @@ def follow_events(
         pause(backoff.next_pause())
 
 
-def _messages(connection: Connection, query: dict[str, str | int | None]) -> Generator[tuple[int, Event | None], None]:
+def _messages(
+    connection: Connection, query: dict[str, str | int | None]
+) -> Generator[tuple[int, EventInfo | None], None]:
     """Yield the position after each message, and its event if it has one."""
     id, data, held = 0, b"", b""
     with closing(connection.pieces("/v1/events", query, deadline=_SILENCE_S)) as arriving:
@@ -68,8 +70,8 @@ def _messages(connection: Connection, query: dict[str, str | int | None]) -> Gen
                     data = b""
 
 
-def _event(data: bytes) -> Event:
+def _event(data: bytes) -> EventInfo:
     try:
-        return Event.model_validate_json(data)
+        return EventInfo.model_validate_json(data)
     except ValidationError:
         raise PlatformError("the server sent an event that cannot be read") from None

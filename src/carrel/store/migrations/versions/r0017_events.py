@@ -34,7 +34,7 @@ def upgrade() -> None:
     )
     op.create_index("events_context", "events", ["context_id", "id"])
     op.create_table("staged_events", sa.Column("key", _number(), primary_key=True, autoincrement=True), *_facts())
-    comment = "`last`: the newest id; `removed`: retention removed up to it"
+    comment = "last, removed (by retention, up to it), identity"
     op.create_table(
         "event_state",
         sa.Column("name", sa.String(32), primary_key=True, comment=comment),
