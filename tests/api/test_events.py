@@ -93,9 +93,9 @@ async def test_what_happens_in_a_sandbox_is_told(http: httpx.AsyncClient, box: s
 
 async def test_refusals_and_approvals_are_told(http: httpx.AsyncClient, governed: str, known: Known) -> None:
     agent = await known("a", "agent", "operate", contexts=["team:a"])
-    refused(await agent.post(f"{governed}/commands", json={"command": "curl x"}), 403, None)
-    refused(await agent.post(f"{governed}/commands", json={"command": "make it"}), 403, None)
-    asked = [each for each in await stored(agent, kind="approval,operation")]
+    for command in ("curl x", "make it"):
+        assert (await agent.post(f"{governed}/commands", json={"command": command})).status_code == 403
+    asked = await stored(agent, kind="approval,operation")
     assert [each["kind"] for each in asked] == ["operation.refused", "approval.asked"]
     name = asked[1]["body"]["approval"]
     assert (await http.post(f"/v1/approvals/{name}/decide", json={"approve": False})).status_code == 200
@@ -115,7 +115,7 @@ async def test_a_stream_goes_on_where_its_reader_was(http: httpx.AsyncClient, bo
         refused(await http.get("/v1/events", headers={"last-event-id": wrong}), 400, "Last-Event-ID")
     refused(await http.get("/v1/events?kind=comand"), 400, "kind")
     refused(await http.get("/v1/events?after=-1"), 400, "after")
-    refused(await http.get("/api/stream/nobody"), 404, None)
+    refused(await http.get("/api/stream/nobody"), 404, "id")
 
 
 async def test_a_silent_stream_says_that_it_lives_and_moves_its_reader(
@@ -184,7 +184,7 @@ async def test_log_records_have_no_secrets_and_are_bounded(http: httpx.AsyncClie
     assert "corr" not in second["message"]
     assert len(json.dumps(second)) < 5000
     for wrong in ({}, {"records": []}, {"records": [{"message": "x"}] * 501}, {"records": [{"text": "x"}]}):
-        refused(await http.post("/v1/events", json=wrong), 400, None)
+        assert (await http.post("/v1/events", json=wrong)).status_code == 400
 
 
 async def test_one_caller_cannot_flood_the_log(
