@@ -111,6 +111,7 @@ log = logging.getLogger("carrel.control")
 
 FORGET_EVERY_S = 600.0
 EVICT_EVERY_S = 60.0
+COUNT_EVERY_S = 10.0
 
 
 class ControlPlane:
@@ -339,6 +340,7 @@ class ControlPlane:
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
                 (self.sweep_events, FORGET_EVERY_S),
+                (self.count_events, COUNT_EVERY_S),
                 (connection_events.flush, MINUTE_S),
                 (HomeLimits(sessions, folders).enforce, LOOK_EVERY_S),
             ),
@@ -438,6 +440,11 @@ class ControlPlane:
         """End open requests whose token another server revoked."""
         for token_id in await self.tokens.revoked(self.requests.tokens()):
             self.requests.revoked(token_id)
+
+    async def count_events(self) -> None:
+        """Set the metrics of the event log."""
+        behind = 0 if self._bus is None else self._bus.behind
+        self.metrics.events(await self.events.last(), self.events.readers, behind)
 
     async def sweep_events(self) -> None:
         """Remove old events."""

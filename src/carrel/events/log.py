@@ -237,6 +237,11 @@ class EventLog:
 
     # reading
 
+    @property
+    def readers(self) -> int:
+        """How many follow the log."""
+        return self._readers
+
     async def last(self) -> int:
         """Return the newest id."""
         return await self._store.last()
