@@ -60,7 +60,7 @@ class EventRecords(Protocol):
     async def page(self, wanted: EventFilter, after: int, limit: int, upto: int | None = None) -> list[StoredEvent]:
         """Return the first events after an id."""
 
-    async def forget(self, context_id: str) -> None:
+    async def forget(self, context_id: str, forgotten: EventDraft) -> None:
         """Remove the events of a context."""
 
     async def older_than(self, at: float) -> int:
@@ -180,7 +180,8 @@ class EventLog:
     async def forget(self, context_id: str) -> None:
         """Remove every event of a deleted context."""
         self._tail = None if self._tail is None else self._emptied(self._tail)
-        await self._store.forget(context_id)
+        forgotten = self.draft(EventKind.CONTEXT_FORGOTTEN, None, None, {"context": context_id})
+        await self._store.forget(context_id, forgotten)
 
     @staticmethod
     def _emptied(tail: Tail) -> Tail:

@@ -42,6 +42,7 @@ class EventKind(StrEnum):
     SNAPSHOT_TAKEN = "snapshot.taken"
     SNAPSHOT_RESTORED = "snapshot.restored"
     SNAPSHOT_DELETED = "snapshot.deleted"
+    CONTEXT_FORGOTTEN = "context.forgotten"
     NOTICE = "notice"
     LOG = "log"
 
@@ -67,6 +68,7 @@ MEANINGS: Mapping[EventKind, str] = {
     EventKind.SNAPSHOT_TAKEN: "a snapshot is complete",
     EventKind.SNAPSHOT_RESTORED: "the workspace was brought back to a snapshot",
     EventKind.SNAPSHOT_DELETED: "a snapshot was deleted",
+    EventKind.CONTEXT_FORGOTTEN: "an administrator deleted a context, with its events",
     EventKind.NOTICE: "carrel tells the owner of the session something",
     EventKind.LOG: "a log record that a program sent",
 }

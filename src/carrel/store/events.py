@@ -103,7 +103,7 @@ class EventStore:
 
         def run(connection: Connection) -> int:
             if connection.dialect.name == "sqlite":
-                query: Any = text(f"SELECT seq FROM sqlite_sequence WHERE name = '{events.name}'")  # noqa: S608
+                query: Any = select(func.max(events.c.id))
             else:
                 query = select(state.c.id).where(state.c.name == _LAST)
             return connection.execute(query).scalar() or 0
@@ -123,10 +123,11 @@ class EventStore:
         rows = await self._database.rows(query.order_by(events.c.id).limit(limit))
         return [StoredEvent(*row) for row in rows]
 
-    async def forget(self, context_id: str) -> None:
-        """Remove every event of a deleted context."""
+    async def forget(self, context_id: str, forgotten: EventDraft) -> None:
+        """Remove every event of a deleted context, and write that this was done."""
 
         def run(connection: Connection) -> None:
+            stage(connection, [forgotten])  # before: the newest event must stay
             for table in (staged, events):
                 connection.execute(delete(table).where(table.c.context_id == context_id))
 
@@ -158,8 +159,8 @@ class EventStore:
         return 0
 
     async def remove(self, upto: int) -> int:
-        """Remove the events up to an id, and return how many. Readers that ask for them are told."""
-        count = 0
+        """Remove the events up to an id, but not the newest, and return how many. Readers are told."""
+        count, upto = 0, min(upto, await self.last() - 1)
         while (start := await self.removed()) < upto:
             end = min(upto, start + _MOST_AT_ONCE)
 

@@ -183,7 +183,7 @@ for _name in ("chain", "actor", "kind", "name", "decision", "result"):
 events = Table(
     "events",
     metadata,
-    # SQLite never uses the id of a removed event again.
+    # The newest event is never removed, so SQLite never uses an id again.
     Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
     Column("at", Double, nullable=False, comment="seconds since 1970, UTC"),
     Column("kind", String(32), nullable=False),
@@ -191,7 +191,6 @@ events = Table(
     Column("session_id", Words(64), nullable=True),
     Column("node", Words(255), nullable=False),
     Column("body", Text, nullable=False),
-    sqlite_autoincrement=True,
 )
 Index("events_context", events.c.context_id, events.c.id)
 

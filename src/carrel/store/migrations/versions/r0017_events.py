@@ -26,12 +26,7 @@ def _facts() -> list[sa.Column[object]]:
 
 def upgrade() -> None:
     """Add the events, those that wait for an id, the ends of the log, and what a bus has of it."""
-    op.create_table(
-        "events",
-        sa.Column("id", _number(), primary_key=True, autoincrement=True),
-        *_facts(),
-        sqlite_autoincrement=True,
-    )
+    op.create_table("events", sa.Column("id", _number(), primary_key=True, autoincrement=True), *_facts())
     op.create_index("events_context", "events", ["context_id", "id"])
     op.create_table("staged_events", sa.Column("key", _number(), primary_key=True, autoincrement=True), *_facts())
     comment = "last, removed (by retention, up to it), identity"
