@@ -139,6 +139,21 @@ async def test_an_open_transaction_delays_no_other_event_and_loses_none(
         await connection.close()
 
 
+@pytest.mark.parametrize("kind", ["postgresql"])
+async def test_a_first_reader_sees_the_events_of_other_servers_at_once(
+    log: EventLog, another: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server was waiting for its own events only, and for a long time, when the reader came."""
+    monkeypatch.setattr(log_module, "NUMBER_EVERY_S", 3600.0)
+    other = await another("b")
+    await asyncio.sleep(3 * log_module.POLL_S)
+    reading = asyncio.create_task(read(other, EVERYTHING, 0, 1))
+    while other.readers == 0:
+        await asyncio.sleep(0)
+    await log.append([draft("c", 1)])
+    assert await reading == [(1, '{"n":1}')]
+
+
 async def test_an_event_is_written_with_its_change_or_not_at_all(database: Database, store: EventStore) -> None:
     class Broken(Exception):
         pass

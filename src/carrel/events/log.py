@@ -296,7 +296,9 @@ class EventLog:
     @contextmanager
     def _reading(self) -> Iterator[None]:
         self._readers += 1
-        self._read.set()
+        if self._readers == 1:
+            self._read.set()
+            self._store.staged.set()  # so that the log is looked at often from now on
         try:
             yield
         finally:
