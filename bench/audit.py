@@ -34,8 +34,9 @@ BEGAN = 1_700_000_000.0
 NAMES = ("run_command", "start_command", "read", "write", "list", "get_command_output", "edit", "deploy_or_resume")
 
 
-def no_event(*_: object) -> None:
+def no_event(*_: object) -> tuple[()]:
     """Only the log is measured."""
+    return ()
 
 
 async def run(progress: Progress) -> Report:

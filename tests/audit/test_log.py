@@ -188,7 +188,7 @@ import asyncio, os, sys
 from carrel.audit import AuditEntry, AuditLog, SigningKey, chain_of
 from carrel.store import Database
 from carrel.store.audit import AuditStore
-no_event = lambda *_: None
+no_event = lambda *_: ()
 async def main():
     log = AuditLog(AuditStore(await Database.open(sys.argv[1])), SigningKey.load(sys.argv[2]), "n", no_event, head_records=5)
     assert await log.open() == []

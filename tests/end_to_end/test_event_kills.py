@@ -82,6 +82,7 @@ class Work:
     def __init__(self, server: Server):
         self.ran: list[str] = []
         self.published: list[str] = []
+        self.started: list[str] = []
         self._server = server
 
     async def commands(self, worker: int) -> None:
@@ -95,6 +96,9 @@ class Work:
                         word = f"echo {worker}-{number}"
                         await box.commands.run(word)
                         self.ran.append(word)
+                        if number % 5 == 0:
+                            background = await box.commands.start(f"sleep 0.3; echo {word}")
+                            self.started.append(background.id)
             await asyncio.sleep(0.02)
 
     async def records(self) -> None:
@@ -179,6 +183,7 @@ async def test_no_event_is_missing_or_doubled(database: str | None) -> None:
         assert [word for word in work.ran if started[word] != 1] == []
         assert [word for word in work.published if said[word] != 1] == []
         assert [count for count in ended.values() if count != 1] == []
+        assert len(work.started) > 3
         begun = {each["body"]["record"] for each in now if each["kind"] == "command.started"}
         assert begun == set(ended), "each command that began has an end, also if the server was killed in it"
         await server.stop()

@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-def no_event(*_: object) -> None:
-    return None
+def no_event(*_: object) -> tuple[()]:
+    return ()

@@ -470,7 +470,14 @@ class AuditLog:
             values = json.loads(body)
             if values["seq"] in mine or values["node"] not in nodes:
                 continue
-            entry = AuditEntry(chain, values["actor"], values["kind"], values["name"], decision=values["decision"])
+            entry = AuditEntry(
+                chain,
+                values["actor"],
+                values["kind"],
+                values["name"],
+                decision=values["decision"],
+                arguments=values.get("arguments", {}),
+            )
             self._put(Item("end", entry, UNKNOWN, self._clock(), ref=values["seq"]))
             found.append(Unfinished(chain, values["seq"], values["at"], entry.actor, entry.kind, entry.name))
         self._seal.add(chain)

@@ -34,9 +34,9 @@ class Hold(NamedTuple):
 
 Batch = tuple[Sequence[RecordRow], Sequence[SignedHead], Sequence[Hold], Sequence[EventDraft]]
 
-EventOf = Callable[[str, Type, AuditEntry, Ending | None, int | None, float], EventDraft | None]
-"""Returns the event that is written in the transaction of a record: from the server, the type of the record, its facts,
-the seq of its operation and the time. None if it stands for no event.
+EventOf = Callable[[str, Type, AuditEntry, Ending | None, int | None, float], Sequence[EventDraft]]
+"""Returns the events that are written in the transaction of a record: from the server, the type of the record, its
+facts, the seq of its operation and the time.
 """
 
 
@@ -144,9 +144,7 @@ class TransactionPlan:
         )
         chain.seq, chain.hash = made.seq, made.hash
         operation = made.seq if item.type == "begin" else ref
-        event = self._event_of(self._node, item.type, item.entry, item.ending, operation, item.at)
-        if event is not None:
-            self._events.append(event)
+        self._events += self._event_of(self._node, item.type, item.entry, item.ending, operation, item.at)
         if item.type == "begin":
             self.seqs[id(item.ticket)] = made.seq
             self._open[name].add(made.seq)

@@ -35,7 +35,7 @@ from carrel.control.mcp.platform import PlatformServers, read_platform
 from carrel.control.mcp.servers import McpServers
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.command_ends import CommandEnds
-from carrel.control.operations.happened import event_of
+from carrel.control.operations.happened import events_of
 from carrel.control.operations.operations import Operations, OwnOperations
 from carrel.control.python.calls import PythonOperations
 from carrel.control.python.code_contexts import CodeContextOperations
@@ -148,7 +148,7 @@ class ControlPlane:
         live = LiveSandboxes()
         notes = SessionNotes(live, store)
         leases = Leases(LeaseStore(database), node, settings.lease_s)
-        self.audit = audit = AuditLog(AuditStore(database), key, node, event_of, strict=settings.audit.strict)
+        self.audit = audit = AuditLog(AuditStore(database), key, node, events_of, strict=settings.audit.strict)
         event_store = EventStore(database)
         self.events = events = EventLog(
             event_store,

@@ -23,7 +23,9 @@ from carrel.primitives.backoff import Backoff
 
 log = logging.getLogger("carrel.events")
 
-PAGE = 500
+PAGE = 100
+"""The most events that a reader gets at once: what a reader that stops reading costs."""
+TAIL_PAGE = 500
 ROUND_S = 0.01
 """The shortest time between two looks at the log: a busy context would else wake its readers for every event."""
 POLL_S = 0.05
@@ -247,6 +249,12 @@ class EventLog:
         """Return the newest id."""
         return await self._store.last()
 
+    async def settled(self) -> int:
+        """Return the newest id when everything that is committed has its id."""
+        while await self._store.number():
+            pass
+        return await self._store.last()
+
     async def follow(
         self, wanted: EventFilter, after: int | None, *, beat_s: float | None = None, until: int | None = None
     ) -> AsyncGenerator[Page, None]:
@@ -345,8 +353,8 @@ class EventLog:
             return
         last = await self._store.last()
         while tail.last < last and self._tail is tail:
-            found = await self._store.page(EVERYTHING, tail.last, PAGE, last)
-            tail.extend(found, found[-1].id if len(found) == PAGE else last)
+            found = await self._store.page(EVERYTHING, tail.last, TAIL_PAGE, last)
+            tail.extend(found, found[-1].id if len(found) == TAIL_PAGE else last)
 
     # retention
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 from carrel.audit import AuditLog
-from carrel.control.operations.happened import told_of
+from carrel.control.operations.happened import ENDS, told_of
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.memory import for_memory
 from carrel.errors import CarrelError
@@ -21,12 +21,6 @@ from carrel.models.events import EventFilter, EventKind
 from carrel.primitives import tasks
 
 log = logging.getLogger("carrel.events")
-
-ENDS = {
-    EventKind.COMMAND_STARTED: EventKind.COMMAND_ENDED,
-    EventKind.PYTHON_STARTED: EventKind.PYTHON_ENDED,
-}
-
 
 _CLOSING_S = 1.0
 
@@ -54,20 +48,27 @@ class CommandEnds:
 
     async def adopt(self, box: LiveSandbox) -> None:
         """Watch the commands that were started before this server: those whose start is in the log, and no end."""
-        record, open_ones = box.record, dict[str, tuple[EventKind, int | None]]()
-        kinds = frozenset({*ENDS, *ENDS.values()})
-        wanted = EventFilter(context_id=record.context_id, session_id=record.id, kinds=kinds)
-        async for page in self._events.follow(wanted, 0, until=await self._events.last()):
+        record = box.record
+        kinds = frozenset({*ENDS, *ENDS.values(), EventKind.SESSION})
+        # Without the session: the audit log does not know it when it ends what a killed server left open.
+        session_id = record.id if record.context_id is None else None
+        wanted = EventFilter(context_id=record.context_id, session_id=session_id, kinds=kinds)
+        open_ones: dict[object, tuple[EventKind, Mapping[str, object]]] = {}
+        async for page in self._events.follow(wanted, 0, until=await self._events.settled()):
             for event in page.events:
-                body = json.loads(event.body)
-                if (command_id := body.get("command_id")) is None:
-                    continue
-                if (kind := EventKind(event.kind)) in ENDS:
-                    open_ones[command_id] = (kind, body.get("record"))
+                kind, body = EventKind(event.kind), json.loads(event.body)
+                if kind is EventKind.SESSION:  # another sandbox, and the commands of the one before are gone
+                    open_ones.clear()
+                elif kind in ENDS:
+                    open_ones[body.get("record")] = (kind, body)
                 else:
-                    open_ones.pop(command_id, None)
-        for command_id, (kind, number) in open_ones.items():
-            self.watch_command(box, kind, command_id, number)
+                    open_ones.pop(body.get("record"), None)
+        for number, (kind, body) in open_ones.items():
+            if isinstance(command_id := body.get("command_id"), str):
+                self.watch_command(box, kind, command_id, number if isinstance(number, int) else None)
+            else:  # a cell: its id is not known any more
+                values = {"record": number, "exit": "unknown"}
+                self._events.add([self._events.draft(ENDS[kind], record.context_id, record.id, values)])
 
     async def close(self) -> None:
         """Stop watching, once the ends of commands that ended with their sandboxes are written."""

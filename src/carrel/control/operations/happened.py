@@ -6,6 +6,9 @@ are too many: `control/egress/connection_events.py` sums them up.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+from carrel.audit.log import UNKNOWN
 from carrel.audit.records import AuditEntry, Ending, Type, context_of
 from carrel.errors import ApprovalNeeded
 from carrel.models import CellResult, CommandInfo, CommandResult, ExecuteResult
@@ -16,38 +19,46 @@ _ROWS = {(str(row.kind), row.name): row for row in TABLE if row.event is not Non
 _ARGUMENTS = ("command", "path", "destination", "server", "tool", "snapshot_id", "context", "code")
 _ASKED = ApprovalNeeded.code
 
+ENDS = {
+    EventKind.COMMAND_STARTED: EventKind.COMMAND_ENDED,
+    EventKind.PYTHON_STARTED: EventKind.PYTHON_ENDED,
+}
+"""What ends in the background, after the operation that started it."""
 LATER = {"later": True}
 """What an operation tells if its event is written later: by `CommandEnds`, when what it has started is over."""
 
 
-def event_of(
+def events_of(
     node: str, type: Type, entry: AuditEntry, ending: Ending | None, operation: int | None, at: float
-) -> EventDraft | None:
-    """Return the event that is written with an audit record."""
+) -> Sequence[EventDraft]:
+    """Return the events that are written with an audit record: nearly always one or none."""
     if entry.kind == "network":
-        return None
-    values: dict[str, object] = {"operation": entry.name, "record": operation, "actor": entry.actor}
+        return ()
     row = _ROWS.get((entry.kind, entry.name))
-    kind: EventKind | None
+    happened: list[tuple[EventKind, Mapping[str, object]]] = []
     if type == "whole":
-        if ending is None or ending.result in {"ok", _ASKED}:
-            return None
-        kind = EventKind.OPERATION_REFUSED
-        values |= {"reason": ending.reason, "rule": entry.rule, "approval": entry.approval} | _arguments(entry)
-    elif row is None:
-        return None
+        if ending is not None and ending.result not in {"ok", _ASKED}:
+            why = {"reason": ending.reason, "rule": entry.rule, "approval": entry.approval}
+            happened.append((EventKind.OPERATION_REFUSED, why | _arguments(entry)))
+    elif row is None or row.event is None:
+        return ()
     elif type == "begin":
-        kind = row.starts
-        values |= {"approval": entry.approval} | _arguments(entry)
-    else:
-        kind = row.event
-        assert ending is not None
-        if ending.told == LATER or (row.starts is None and ending.result != "ok"):
-            return None
-        values |= _ended(ending) if row.starts is not None else {**_arguments(entry), **ending.told}
-    if kind is None:
-        return None
-    return EventDraft(at, kind.value, context_of(entry.chain), entry.sandbox, node, body_of(values))
+        if row.starts is not None:
+            happened.append((row.starts, {"approval": entry.approval} | _arguments(entry)))
+    elif ending is None or ending.told == LATER:
+        return ()
+    elif row.starts is not None:
+        happened.append((row.event, _ended(ending)))
+    elif ending.result == "ok":
+        happened.append((row.event, _arguments(entry) | dict(ending.told)))
+    elif ending.result == UNKNOWN.result and row.event in ENDS:  # the server was killed: nobody knows the command's id
+        happened += [(row.event, _arguments(entry)), (ENDS[row.event], _ended(ending))]
+    facts = {"operation": entry.name, "record": operation, "actor": entry.actor}
+    context = context_of(entry.chain)
+    session = entry.sandbox or (entry.chain.partition(":")[2] if entry.chain.startswith("sandbox:") else None)
+    return [
+        EventDraft(at, kind.value, context, session, node, body_of({**facts, **values})) for kind, values in happened
+    ]
 
 
 def _arguments(entry: AuditEntry) -> dict[str, object]:
