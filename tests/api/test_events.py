@@ -183,6 +183,9 @@ async def test_log_records_have_no_secrets_and_are_bounded(http: httpx.AsyncClie
     assert (first["level"], first["logger"], first["dropped"]) == ("ERROR", "app", 7)
     assert "corr" not in second["message"]
     assert len(json.dumps(second)) < 5000
+    assert (await http.post("/v1/sandboxes/box/commands", json={"command": f"echo {secret}"})).status_code == 200
+    [begun] = await stored(http, kind="command.started")
+    assert begun["body"]["command"] == "echo [secret:KEY]"
     for wrong in ({}, {"records": []}, {"records": [{"message": "x"}] * 501}, {"records": [{"text": "x"}]}):
         assert (await http.post("/v1/events", json=wrong)).status_code == 400
 
