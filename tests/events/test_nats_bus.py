@@ -139,3 +139,18 @@ async def test_a_stream_of_others_is_refused(where: str, server: NatsServer, cap
                 await asyncio.sleep(0.02)
             assert (await anext(reader)).events, "readers need no bus"
         assert await store.delivered(BUS) == 0
+
+
+async def test_a_bus_that_never_was_there_is_named_without_its_password(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with delivering(where, "nats://user:hush-hush@127.0.0.1:9") as (log, _, bus):
+        await log.append(drafts(0, 3))
+        async with asyncio.timeout(30):
+            while bus.behind != 3:
+                await asyncio.sleep(0.02)
+            await log.append(drafts(3, 1))
+            while bus.behind != 4:  # it has tried once more
+                await asyncio.sleep(0.02)
+    assert caplog.text.count("events cannot be delivered to NATS on 127.0.0.1:9") == 1
+    assert "hush" not in caplog.text

@@ -88,6 +88,7 @@ class NatsBus:
         self._node = node
         self._keep_s = keep_s
         self._log = 0
+        self._said = ""
         self._task: asyncio.Task[None] | None = None
         self.behind = 0
         """Events that the stream lacked when this server looked last; 0 if another server delivers."""
@@ -107,19 +108,18 @@ class NatsBus:
         return await self._deliveries.delivered(BUS)
 
     async def _run(self) -> None:
-        backoff, said = Backoff(0.1, 5.0), ""
+        backoff = Backoff(0.1, 5.0)
         while True:
             try:
                 if await self._deliveries.deliver(BUS, self._node, _LEASE_S):
-                    said = ""
                     await self._deliver(backoff)
                 self.behind = 0
                 await asyncio.sleep(_LEASE_S / 3)
             except Exception as error:
                 words = f"events cannot be delivered to {self._place}: {str(error) or type(error).__name__}"
-                if words != said:
+                if words != self._said:
                     log.warning("%s; they stay in the event log until they can", words)
-                    said = words
+                    self._said = words
                 with suppress(CarrelError):
                     self.behind = await self._events.last() - await self.delivered()
                 await asyncio.sleep(backoff.next_pause())
@@ -128,21 +128,29 @@ class NatsBus:
         """Deliver until something fails, the server ends, or another server delivers."""
         import nats
 
-        async def quiet(_: Exception) -> None:
-            return None
+        said: list[Exception] = []
 
-        client = await nats.connect(
-            self._url,
-            name=f"carrel {self._node}",
-            allow_reconnect=False,
-            connect_timeout=_CONNECT_S,
-            error_cb=quiet,
-        )
+        async def keep(error: Exception) -> None:
+            said[:] = [error]
+
+        try:
+            client = await nats.connect(
+                self._url,
+                name=f"carrel {self._node}",
+                allow_reconnect=False,
+                max_reconnect_attempts=1,  # else it would try for two minutes, and say nothing
+                reconnect_time_wait=0.1,
+                connect_timeout=_CONNECT_S,
+                error_cb=keep,
+            )
+        except nats.errors.NoServersError:
+            raise (said[0] if said else PlatformError("it does not answer")) from None
         try:
             stream = client.jetstream(timeout=_ANSWER_S)
             position, sequence = await self._begin(stream)
             log.info("events after %d are delivered to %s", position, self._place)
             backoff.reset()
+            self._said = ""
             await self._publish_from(client, stream, position, sequence)
         finally:
             with suppress(Exception):
