@@ -20,7 +20,7 @@ from carrel.api import events as events_module
 from carrel.control.governance import log_records
 from carrel.server import RunningServer
 
-READERS = int(os.environ.get("CARREL_EVENT_READERS", "40"))
+READERS = int(os.environ.get("CARREL_EVENT_READERS", "20"))
 RECORDS = int(os.environ.get("CARREL_EVENT_RECORDS", "1000"))
 Json = dict[str, Any]
 

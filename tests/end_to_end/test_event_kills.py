@@ -25,7 +25,7 @@ from tests.support.postgres import Postgres
 from carrel.errors import CarrelError
 from carrel.events.nats_bus import STREAM
 
-KILLS = int(os.environ.get("CARREL_EVENT_KILLS", "3"))
+KILLS = int(os.environ.get("CARREL_EVENT_KILLS", "2"))
 CONTEXT = "busy"
 Json = dict[str, Any]
 
