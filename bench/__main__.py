@@ -69,6 +69,7 @@ BENCHMARKS = {
         Benchmark("egress", "the way out beside Squid, and under load"),
         Benchmark("a2a", "a task of the A2A agent beside the same command by the SDK"),
         Benchmark("mcp", "a call of a hosted MCP server's tool beside the same server over pipes"),
+        Benchmark("events", "the event log: appending, 200 readers of one context"),
         Benchmark("audit", "appending to the audit log, searching a million records, verifying"),
         Benchmark("here_start", "what `carrel here` adds to the start of a program"),
         Benchmark("here_many", "`carrel here` on a folder of 100,000 files: first start, later ones, checkpoints"),

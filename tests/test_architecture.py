@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "carrel"
 
 BASE = {"errors", "primitives"}
-KINDS = {"store", "redaction", "audit", "metrics", "workspaces", "identity", "secrets"}
+KINDS = {"store", "events", "redaction", "audit", "metrics", "workspaces", "identity", "secrets"}
 ALLOWED = {
     "errors": set(),
     "primitives": {"errors"},
@@ -20,6 +20,7 @@ ALLOWED = {
     "policy": BASE | {"models", "config"},
     "config": BASE | {"models", "policy"},
     **{kind: BASE | {"models", "config"} for kind in KINDS},
+    "events": BASE | {"models", "extras"},
     "images": BASE | {"models", "config", "threads"},
     "isolation": BASE,
     "supervisor": BASE,
@@ -28,8 +29,9 @@ ALLOWED = {
     "egress": BASE | {"policy", "models", "metrics", "redaction", "isolation", "threads"},
     "control": BASE | KINDS | {"threads", "models", "policy", "config", "isolation", "providers", "egress", "images"},
     "connections": BASE,
-    "api": BASE | {"control", "models", "metrics", "identity", "audit", "connections"},
+    "api": BASE | {"control", "events", "models", "metrics", "identity", "audit", "connections"},
     "client": BASE | {"models"},
+    "logging": BASE | {"client"},
     "profiles": BASE | {"policy"},
     "testing": BASE | {"models", "client", "providers", "control"},
     "integrations": BASE | {"client", "connections", "extras", "models"},

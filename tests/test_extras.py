@@ -26,12 +26,14 @@ NOT_SERVER = {
     "errors.py",
     "extras.py",
     "integrations",
+    "logging.py",
     "models",
     "supervisor",
 }
 OPTIONAL = {
     ("a2a", "uvloop"),  # a faster event loop where the server is installed too
     ("supervisor", "matplotlib"),  # only if the code that an agent runs imports it
+    ("server", "nats"),  # only with the setting `bus`
     ("server", "pypdf"),  # only in sandboxes of the template file-search
 }
 
@@ -71,7 +73,7 @@ def providers() -> Mapping[str, list[str]]:
 def files_of(extra: str) -> list[Path]:
     """The source files that have to work when only this extra is installed."""
     if extra == "":
-        parts = ["client", "models", "primitives", "errors.py", "extras.py"]
+        parts = ["client", "models", "primitives", "errors.py", "extras.py", "logging.py"]
     elif extra == "cli":
         parts = ["cli"]
     elif extra == "supervisor":
@@ -80,6 +82,8 @@ def files_of(extra: str) -> list[Path]:
         parts = [entry.name for entry in SOURCE.iterdir() if entry.name not in NOT_SERVER]
     elif extra == "mcp":
         parts = ["integrations/mcp", "integrations/http.py", "integrations/client_pool.py", "cli/mcp.py"]
+    elif extra == "nats":
+        parts = ["events/nats_bus.py"]
     elif extra == "deepagents":
         parts = ["integrations/deepagents.py"]
     else:

@@ -5,6 +5,7 @@ the later source wins.
 import base64
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -202,6 +203,15 @@ class AuditSettings(_Group):
     keep_days: Annotated[float, Field(ge=1, le=MAX_DAYS)] | None = Field(
         default=None,
         description="days until records are removed, up to a signed head; by default they are kept for ever",
+    )
+
+
+class EventSettings(_Group):
+    """The event log."""
+
+    keep_days: float = Field(default=7.0, gt=0, le=MAX_DAYS, description="days until events are removed")
+    keep_mb: int = Field(
+        default=256, ge=1, description="size of the event log; beyond it the oldest events are removed"
     )
 
 
@@ -435,6 +445,11 @@ class Settings(_Group):
         min_length=1,
         description="directory of workspaces, records and the token",
     )
+    bus: SecretStr | None = Field(
+        default=None,
+        description="where events are delivered, besides the event log: `nats://user:password@host:4222` for NATS "
+        "JetStream; by default nowhere. The value is never shown",
+    )
     database: SecretStr | None = Field(
         default=None,
         min_length=1,
@@ -510,6 +525,7 @@ class Settings(_Group):
     policy: PolicySettings = Field(default_factory=PolicySettings)
     approvals: ApprovalSettings = Field(default_factory=ApprovalSettings)
     audit: AuditSettings = Field(default_factory=AuditSettings)
+    events: EventSettings = Field(default_factory=EventSettings)
     egress: EgressSettings = Field(default_factory=EgressSettings)
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
     images: ImageSettings = Field(default_factory=ImageSettings)
@@ -520,6 +536,13 @@ class Settings(_Group):
     router: RouterSettings = Field(default_factory=RouterSettings)
     mcp: McpSettings = Field(default_factory=McpSettings)
     checkpoints: CheckpointSettings = Field(default_factory=CheckpointSettings)
+
+    @field_validator("bus")
+    @classmethod
+    def _nats(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not re.fullmatch(r"(nats|tls)://[^/\s]+/?", value.get_secret_value()):
+            raise ValueError("a bus is nats://host:port or tls://host:port, with user:password@ if it needs one")
+        return value
 
     @field_validator("volumes_max_mb")
     @classmethod

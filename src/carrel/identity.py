@@ -59,7 +59,7 @@ SCOPES = (
     ScopeDeclaration(
         Scope.OPERATE,
         "work in sandboxes: start and end them, run commands, write files, take snapshots",
-        (Scope.READ,),
+        (Scope.READ, Scope.LOG),
     ),
     ScopeDeclaration(
         Scope.APPROVE,
@@ -69,8 +69,9 @@ SCOPES = (
     ScopeDeclaration(
         Scope.ADMINISTER,
         "make and revoke tokens, change policies and secrets, and everything else; what no scope names needs this one",
-        (Scope.READ, Scope.OPERATE, Scope.APPROVE),
+        (Scope.READ, Scope.OPERATE, Scope.APPROVE, Scope.LOG),
     ),
+    ScopeDeclaration(Scope.LOG, "send log records to the event log, and nothing else"),
 )
 """Every scope. The table of operations says which operations it covers."""
 

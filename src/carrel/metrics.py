@@ -85,6 +85,9 @@ OPERATION = _declare(
     {"kind": "`shell`, `file`, `mcp`, `network` or `session`", "name": "the operation", "outcome": _OUTCOME},
     _QUICK,
 )
+EVENT_LAST_ID = _declare("carrel_event_last_id", "gauge", "Number of the newest event; its growth is the rate.")
+EVENT_READERS = _declare("carrel_event_readers", "gauge", "Open streams of events of this server.")
+EVENT_BUS_BEHIND = _declare("carrel_event_bus_behind", "gauge", "Events that the bus lacks, if this server delivers.")
 MCP_CALL = _declare(
     "carrel_mcp_call_seconds",
     "histogram",
@@ -284,6 +287,9 @@ class Metrics:
         self._snapshots = _Series(self._histogram(SNAPSHOT))
         self._restores = self._histogram(RESTORE)
         self._archives = _Series(self._histogram(ARCHIVE))
+        self._event_last = self._gauge(EVENT_LAST_ID)
+        self._event_readers = self._gauge(EVENT_READERS)
+        self._event_behind = self._gauge(EVENT_BUS_BEHIND)
         self._archive_bytes = Counter(ARCHIVE_BYTES.name, ARCHIVE_BYTES.text, registry=self._registry)
         self._syncs = _Series(self._histogram(SYNC))
         self._image_pulls = _Series(self._histogram(IMAGE_PULL))
@@ -389,6 +395,12 @@ class Metrics:
     def forget(self, context_id: str) -> None:
         """Remove the metrics of a workspace."""
         self._workspaces.forget(context_id)
+
+    def events(self, last: int, readers: int, behind: int) -> None:
+        """Set how long the event log is, how many read it, and what the bus lacks."""
+        self._event_last.set(last)
+        self._event_readers.set(readers)
+        self._event_behind.set(behind)
 
     def volume(self, used: int, capacity: int) -> None:
         """Set how full the volume of the workspaces is."""

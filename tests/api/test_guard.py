@@ -118,8 +118,14 @@ async def test_scopes(http: httpx.AsyncClient, known: Known, contract: Contract,
         "read": await known("r", "agent", "read"),
         "operate": await known("o", "agent", "operate"),
         "approve": await known("p", "person", "approve"),
+        "log": await known("l", "service", "log"),
     }
-    covers = {"read": {"read"}, "operate": {"read", "operate"}, "approve": {"read", "approve"}}
+    covers = {
+        "read": {"read"},
+        "operate": {"read", "operate", "log"},
+        "approve": {"read", "approve"},
+        "log": {"log"},
+    }
     for scope, client in clients.items():
         for method, path, operation in contract.operations():
             name = operation["operationId"]

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import zstandard
+from tests.support.no_events import no_event
 
 from carrel.audit import AuditEntry, AuditLog, Ending, SigningKey, chain_of, verify
 from carrel.errors import Conflict
@@ -16,7 +17,7 @@ ENTRY = AuditEntry(chain_of("c"), "agent:a", "shell", "run_command", arguments={
 
 
 async def test_lines_in_their_order(store: AuditStore, key: SigningKey) -> None:
-    log = AuditLog(store, key, "n", head_records=3)
+    log = AuditLog(store, key, "n", no_event, head_records=3)
     await log.open()
     for name in ("d", "c", "c", "c"):
         log.record(replace(ENTRY, chain=chain_of(name)), Ending())
@@ -47,7 +48,7 @@ async def test_pages_and_what_is_written_meanwhile(
     store: AuditStore, key: SigningKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("carrel.audit.export.PAGE", 3)
-    log = AuditLog(store, key, "n", head_records=2)
+    log = AuditLog(store, key, "n", no_event, head_records=2)
     await log.open()
     for _ in range(10):
         log.record(ENTRY, Ending())
@@ -79,7 +80,7 @@ async def test_what_is_exported_is_pruned_later(
     store: AuditStore, key: SigningKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("carrel.audit.export.PAGE", 3)
-    log = AuditLog(store, key, "n", head_records=2)
+    log = AuditLog(store, key, "n", no_event, head_records=2)
     await log.open()
     pieces, gone = await pruned_while_read(log, log)
     verdict = verify(io.BytesIO(b"".join(pieces)))
@@ -92,7 +93,10 @@ async def test_an_export_that_another_server_prunes_is_none(
     store: AuditStore, key: SigningKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("carrel.audit.export.PAGE", 3)
-    log, other = AuditLog(store, key, "n", head_records=2), AuditLog(store, key, "m", head_records=2)
+    log, other = (
+        AuditLog(store, key, "n", no_event, head_records=2),
+        AuditLog(store, key, "m", no_event, head_records=2),
+    )
     await log.open()
     await other.open()
     with pytest.raises(Conflict, match="pruned while it was read"):
@@ -104,7 +108,7 @@ async def test_an_export_that_another_server_prunes_is_none(
 
 
 async def test_an_empty_log(store: AuditStore, key: SigningKey) -> None:
-    log = AuditLog(store, key, "n")
+    log = AuditLog(store, key, "n", no_event)
     await log.open()
     for compress in (False, True):
         data = b"".join([piece async for piece in log.export(compress=compress)])

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import text
+from tests.support.no_events import no_event
 
 from carrel.audit import AuditEntry, AuditLog, Ending, Filter, SigningKey, Verification, chain_of, server_chain, verify
 from carrel.errors import InvalidRequest, PlatformError
@@ -26,7 +27,7 @@ ENTRY = AuditEntry(CHAIN, "agent:a", "shell", "run_command", arguments={"command
 
 @asynccontextmanager
 async def opened(store: AuditStore, key: SigningKey, node: str = "n", **settings: object) -> AsyncIterator[AuditLog]:
-    log = AuditLog(store, key, node, **settings)  # type: ignore[arg-type]
+    log = AuditLog(store, key, node, no_event, **settings)  # type: ignore[arg-type]
     await log.open()
     try:
         yield log
@@ -187,8 +188,9 @@ import asyncio, os, sys
 from carrel.audit import AuditEntry, AuditLog, SigningKey, chain_of
 from carrel.store import Database
 from carrel.store.audit import AuditStore
+no_event = lambda *_: ()
 async def main():
-    log = AuditLog(AuditStore(await Database.open(sys.argv[1])), SigningKey.load(sys.argv[2]), "n", head_records=5)
+    log = AuditLog(AuditStore(await Database.open(sys.argv[1])), SigningKey.load(sys.argv[2]), "n", no_event, head_records=5)
     assert await log.open() == []
     slow = await log.begin(AuditEntry(chain_of("c"), "agent:a", "shell", "slow"))
     for number in range(9):
@@ -208,7 +210,7 @@ asyncio.run(main())
     os.kill(process.pid, signal.SIGKILL)
     await process.wait()
     process._transport.close()  # type: ignore[attr-defined]
-    log = AuditLog(store, SigningKey.load(str(tmp_path)), "n")
+    log = AuditLog(store, SigningKey.load(str(tmp_path)), "n", no_event)
     found = sorted(await log.open(), key=lambda each: each.name)
     try:
         assert [(each.name, each.actor, each.chain, each.seq) for each in found] == [
@@ -222,7 +224,7 @@ asyncio.run(main())
         assert {item.name for item in shown.items} == {"read", "slow"}
     finally:
         await log.close()
-    again = AuditLog(store, SigningKey.load(str(tmp_path)), "n")
+    again = AuditLog(store, SigningKey.load(str(tmp_path)), "n", no_event)
     assert await again.open() == [] and await store.unclean("n") == []
     await again.close()
 
@@ -246,7 +248,7 @@ async def test_a_chain_moves_with_its_session(where: str, key: SigningKey, tmp_p
             (await first.begin(ENTRY)).end()
             await first.flush()
             await second.flush()
-        data = b"".join([piece async for piece in AuditLog(stores[0], key, "a").export([])])
+        data = b"".join([piece async for piece in AuditLog(stores[0], key, "a", no_event).export([])])
         assert verify(io.BytesIO(data)).ok
         async with opened(stores[0], key, "a") as first:
             data = b"".join([piece async for piece in first.export()])
@@ -264,7 +266,7 @@ async def test_what_a_server_left_open_is_found_though_another_wrote_to_the_chai
     stores = [AuditStore(database) for database in databases]
     try:
         async with opened(stores[1], key, "b") as other:
-            killed = AuditLog(stores[0], key, "a")
+            killed = AuditLog(stores[0], key, "a", no_event)
             await killed.open()
             await killed.begin(replace(ENTRY, name="slow"))
             (await other.begin(replace(ENTRY, name="decide_approval"))).end()
@@ -272,7 +274,7 @@ async def test_what_a_server_left_open_is_found_though_another_wrote_to_the_chai
             running = await other.begin(replace(ENTRY, name="running"))
             assert killed._task is not None
             killed._task.cancel()
-            again = AuditLog(stores[0], key, "a")
+            again = AuditLog(stores[0], key, "a", no_event)
             assert [each.name for each in await again.open()] == ["slow"], "and not what runs on the other"
             await again.close()
             running.end()

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.support.no_events import no_event
 
 from carrel.audit import AuditEntry, AuditLog, Ending, Filter, SigningKey, chain_of, server_chain
 from carrel.audit.search import search
@@ -21,7 +22,7 @@ async def filled(store: AuditStore, key: SigningKey, count: int = 120) -> tuple[
     """A log with operations of every kind, and what they are, newest first."""
     rng = random.Random(1)
     clock = itertools.count(1000)
-    log = AuditLog(store, key, "n", clock=lambda: float(next(clock)), flush_s=3600, head_records=50)
+    log = AuditLog(store, key, "n", no_event, clock=lambda: float(next(clock)), flush_s=3600, head_records=50)
     await log.open()
     for number in range(count):
         entry = AuditEntry(
@@ -95,7 +96,7 @@ async def test_every_filter_and_every_two(store: AuditStore, key: SigningKey, mo
 
 
 async def test_both_halves_are_shown_as_one(store: AuditStore, key: SigningKey) -> None:
-    log = AuditLog(store, key, "n")
+    log = AuditLog(store, key, "n", no_event)
     await log.open()
     ticket = await log.begin(AuditEntry(chain_of("c"), "agent:a", "shell", "run_command", rule="shell(ls)", source="s", agent="a",
                                    arguments={"command": "ls"}, arguments_hash="ab", approval="apr-1", request="r1"))  # fmt: skip

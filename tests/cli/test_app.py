@@ -30,6 +30,7 @@ def test_the_commands_are_these() -> None:
         "diff",
         "doctor",
         "download",
+        "events",
         "exec",
         "forget",
         "fork",

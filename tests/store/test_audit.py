@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import pytest
 
 from carrel.errors import Conflict
+from carrel.models.events import EventDraft
 from carrel.store import Database
 from carrel.store.audit import AuditHead, AuditHold, AuditRow, AuditStore, AuditTip
 
@@ -27,15 +28,17 @@ def head(chain: str, seq: int, at: float = 0.0) -> AuditHead:
 async def put(
     store: AuditStore, *rows: AuditRow, heads: tuple[AuditHead, ...] = (), holds: tuple[AuditHold, ...] = ()
 ) -> None:
-    await store.append([], lambda _: (rows, heads, holds))
+    await store.append([], lambda _: (rows, heads, holds, []))
 
 
 async def test_appending_knows_where_chains_end(store: AuditStore) -> None:
     seen: list[Mapping[str, AuditTip]] = []
 
-    def build(tips: Mapping[str, AuditTip]) -> tuple[list[AuditRow], list[AuditHead], list[AuditHold]]:
+    def build(
+        tips: Mapping[str, AuditTip],
+    ) -> tuple[list[AuditRow], list[AuditHead], list[AuditHold], list[EventDraft]]:
         seen.append(tips)
-        return [record("a", tips["a"][0] + 1)], [], []
+        return [record("a", tips["a"][0] + 1)], [], [], []
 
     for _ in range(2):
         await store.append(["a", "b"], build)
@@ -62,7 +65,7 @@ async def test_many_race_for_the_next_place(where: str) -> None:
         done = 0
         while done < 5:
             try:
-                await store.append(["a"], lambda tips: ([record("a", tips["a"][0] + 1)], [], []))
+                await store.append(["a"], lambda tips: ([record("a", tips["a"][0] + 1)], [], [], []))
                 done += 1
             except Conflict:
                 pass

@@ -23,7 +23,7 @@ def store(database: Database) -> AuditStore:
 
 
 async def put(store: AuditStore, *rows: AuditRow) -> None:
-    await store.append([], lambda _: (rows, [], []))
+    await store.append([], lambda _: (rows, [], [], []))
 
 
 async def seqs(store: AuditStore, equal: dict[str, str], **settings: object) -> tuple[list[int], str | None]:

@@ -14,6 +14,7 @@ from typing import Annotated
 import uvicorn
 from fastapi import FastAPI, Query
 from starlette.responses import StreamingResponse
+from tests.support.no_events import no_event
 
 from carrel.audit import AuditLog, Filter, SigningKey, chain_of
 from carrel.models import AuditKey, AuditPage, AuditPruned
@@ -96,7 +97,7 @@ def auditing(directory: Path) -> Iterator[Auditing]:
 
     async def serve() -> None:
         database = await Database.open(str(directory / "audit.db"))
-        log = AuditLog(AuditStore(database), SigningKey.load(str(directory)), "n")
+        log = AuditLog(AuditStore(database), SigningKey.load(str(directory)), "n", no_event)
         await log.open()
         server = uvicorn.Server(uvicorn.Config(routes(log), log_level="error", lifespan="off"))
         made.append(Auditing(f"http://127.0.0.1:{listener.getsockname()[1]}", log, asyncio.get_running_loop()))

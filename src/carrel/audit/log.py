@@ -18,7 +18,7 @@ from typing import Protocol
 
 from carrel.audit.export import ExportStore, Stored, export
 from carrel.audit.keys import Headlike, SignedHead, SigningKey
-from carrel.audit.plan import Batch, ChainEnd, Hold, Item, Tip, TransactionPlan
+from carrel.audit.plan import Batch, ChainEnd, EventOf, Hold, Item, Tip, TransactionPlan
 from carrel.audit.records import AuditEntry, Ending, arguments_hash, row, server_chain
 from carrel.audit.search import Filter, SearchStore, search
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
@@ -107,6 +107,7 @@ class AuditLog:
 
     With `strict`, `begin` returns when the record is in the database, so no operation runs without a record. Else it
     returns at once, and a killed server may have dispatched operations of the last `flush_s` seconds without a record.
+    The event of an operation is written in the transaction of its record, and so costs no wait of its own.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class AuditLog:
         store: LogStore,
         key: SigningKey,
         node: str,
+        event_of: EventOf,
         *,
         strict: bool = True,
         head_records: int = HEAD_RECORDS,
@@ -123,6 +125,7 @@ class AuditLog:
     ):
         self.key = key
         self.node = node
+        self._event_of = event_of
         self._store = store
         self._strict = strict
         self._head_records = head_records
@@ -362,7 +365,16 @@ class AuditLog:
         for _ in range(_ATTEMPTS):
             known = {name: replace(chain) for name in touched if (chain := self._chains.get(name)) is not None}
             plan = TransactionPlan(
-                self.key, self.node, known, self._open, items, seal, self._taken, self._head_records, self._clock()
+                self.key,
+                self.node,
+                known,
+                self._open,
+                items,
+                seal,
+                self._taken,
+                self._head_records,
+                self._clock(),
+                self._event_of,
             )
             try:
                 unknown = touched - known.keys()
@@ -458,7 +470,14 @@ class AuditLog:
             values = json.loads(body)
             if values["seq"] in mine or values["node"] not in nodes:
                 continue
-            entry = AuditEntry(chain, values["actor"], values["kind"], values["name"], decision=values["decision"])
+            entry = AuditEntry(
+                chain,
+                values["actor"],
+                values["kind"],
+                values["name"],
+                decision=values["decision"],
+                arguments=values.get("arguments", {}),
+            )
             self._put(Item("end", entry, UNKNOWN, self._clock(), ref=values["seq"]))
             found.append(Unfinished(chain, values["seq"], values["at"], entry.actor, entry.kind, entry.name))
         self._seal.add(chain)

@@ -5,12 +5,13 @@ crash. Pure except for the signature: runs inside the transaction, maybe in anot
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from carrel.audit.keys import SignedHead, SigningKey
 from carrel.audit.records import AuditEntry, Ending, RecordRow, Type, genesis, row
+from carrel.models.events import EventDraft
 
 if TYPE_CHECKING:
     from carrel.audit.log import Ticket
@@ -31,7 +32,12 @@ class Hold(NamedTuple):
     clean: bool
 
 
-Batch = tuple[Sequence[RecordRow], Sequence[SignedHead], Sequence[Hold]]
+Batch = tuple[Sequence[RecordRow], Sequence[SignedHead], Sequence[Hold], Sequence[EventDraft]]
+
+EventOf = Callable[[str, Type, AuditEntry, Ending | None, int | None, float], Sequence[EventDraft]]
+"""Returns the events that are written in the transaction of a record: from the server, the type of the record, its
+facts, the seq of its operation and the time.
+"""
 
 
 @dataclass(slots=True)
@@ -75,6 +81,7 @@ class TransactionPlan:
         taken: Mapping[str, Collection[str]],
         head_records: int,
         now: float,
+        event_of: EventOf,
     ):
         self.chains = chains
         self.seqs: dict[int, int] = {}
@@ -85,6 +92,8 @@ class TransactionPlan:
         self._taken = taken
         self._head_records = head_records
         self._now = now
+        self._event_of = event_of
+        self._events: list[EventDraft] = []
         names = {item.entry.chain for item in items} | set(seal)
         self._open = {name: set(opened.get(name, ())) for name in names}
 
@@ -96,6 +105,7 @@ class TransactionPlan:
         """Return what to write, given the ends of chains that were not known before."""
         for name, (seq, hashed, head_seq) in tips.items():
             self.chains[name] = ChainEnd(seq, hashed if seq else genesis(name), head_seq)
+        self._events = []
         rows = [self._row(item) for item in self._items]
         heads: list[SignedHead] = []
         holds: list[Hold] = []
@@ -115,7 +125,7 @@ class TransactionPlan:
                 holds.append(Hold(name, self._node, min(still, default=chain.seq + 1), clean))
             others = (node for node in self._taken.get(name, ()) if node != self._node)
             holds += [Hold(name, node, chain.seq + 1, clean=True) for node in others]
-        return rows, heads, holds
+        return rows, heads, holds, self._events
 
     def _row(self, item: Item) -> RecordRow:
         name = item.entry.chain
@@ -133,6 +143,8 @@ class TransactionPlan:
             ref=ref,
         )
         chain.seq, chain.hash = made.seq, made.hash
+        operation = made.seq if item.type == "begin" else ref
+        self._events += self._event_of(self._node, item.type, item.entry, item.ending, operation, item.at)
         if item.type == "begin":
             self.seqs[id(item.ticket)] = made.seq
             self._open[name].add(made.seq)

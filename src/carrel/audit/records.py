@@ -67,6 +67,8 @@ class AuditEntry:
     request: str | None = None
     agent: str | None = None
     """Whom the workspace belongs to."""
+    sandbox: str | None = None
+    """For the event of the operation; the record does not have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class Ending:
     bytes_out: int | None = None
     reason: str | None = None
     arguments: Mapping[str, object] = field(default_factory=dict)
+    told: Mapping[str, object] = field(default_factory=dict)
+    """For the event of the operation, such as the exit code of its command; the record does not have it."""
 
 
 class RecordRow(NamedTuple):

@@ -21,6 +21,7 @@ _COMMANDS = {
     "python": ("Commands", "python.python"),
     "sh": ("Commands", "commands.sh"),
     "logs": ("Commands", "commands.logs"),
+    "events": ("Commands", "events.events"),
     "ls": ("Files", "files.ls"),
     "cp": ("Files", "files.cp"),
     "sync": ("Files", "filespace.sync"),

@@ -28,7 +28,7 @@ _COLOURS = {"good": "green", "expired": "bright_black", "revoked": "red"}
 def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The name of its owner, as the audit log records it.")],
     kind: Annotated[str, typer.Option(help="person, agent or service.")],
-    scope: Annotated[list[str], typer.Option(help="read, operate, approve or administer; repeatable.")],
+    scope: Annotated[list[str], typer.Option(help="read, operate, approve, administer or log; repeatable.")],
     namespace: Annotated[
         str | None,
         typer.Option(help="Only contexts of this namespace, which is the part of an id before the first colon."),

@@ -9,7 +9,7 @@ from typing import IO, TypeVar
 
 from carrel.client._io_sync import CHUNK, Progress, checked_piece
 
-__all__ = ["CHUNK", "Progress", "Source", "blocking", "pieces"]
+__all__ = ["CHUNK", "Progress", "Source", "blocking", "pause", "pieces"]
 
 T = TypeVar("T")
 Source = bytes | bytearray | memoryview | str | IO[bytes] | Iterable[bytes] | AsyncIterable[bytes]
@@ -18,6 +18,11 @@ Source = bytes | bytearray | memoryview | str | IO[bytes] | Iterable[bytes] | As
 async def blocking(function: Callable[..., T], *arguments: object) -> T:
     """Call a function that blocks in another thread."""
     return await asyncio.to_thread(function, *arguments)
+
+
+async def pause(seconds: float) -> None:
+    """Wait."""
+    await asyncio.sleep(seconds)
 
 
 async def pieces(source: Source, progress: Progress | None = None) -> AsyncIterator[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import IO, TypeVar
 
@@ -17,6 +18,11 @@ CHUNK = 256 * 1024
 def blocking(function: Callable[..., T], *arguments: object) -> T:
     """Call a function that blocks, as this client does anyway."""
     return function(*arguments)
+
+
+def pause(seconds: float) -> None:
+    """Wait."""
+    time.sleep(seconds)
 
 
 def pieces(source: Source, progress: Progress | None = None) -> Iterator[bytes]:

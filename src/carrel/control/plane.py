@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING
 
 from carrel.audit import AuditLog, SigningKey
 from carrel.config import ApprovalSettings, Settings
+from carrel.control.egress.connection_events import MINUTE_S, ConnectionEvents
 from carrel.control.egress.plans import Plans, read_upstreams
 from carrel.control.egress.service import EgressService
 from carrel.control.governance.approval_recovery import recover_approvals
 from carrel.control.governance.approvals import Approvals
 from carrel.control.governance.decisions import ApprovalDecisions
+from carrel.control.governance.log_records import LogIntake
 from carrel.control.governance.open_requests import OpenRequests
 from carrel.control.governance.policies import Policies
 from carrel.control.governance.policy_attachments import PolicyLimits, PolicyMasks
@@ -36,6 +38,8 @@ from carrel.control.nodes.peers import Peers
 from carrel.control.nodes.registry import Nodes, beat_every
 from carrel.control.nodes.routing import Routing
 from carrel.control.operations.admission import Admission
+from carrel.control.operations.command_ends import CommandEnds
+from carrel.control.operations.happened import events_of
 from carrel.control.operations.operations import Operations, OwnOperations
 from carrel.control.python.calls import PythonOperations
 from carrel.control.python.code_contexts import CodeContextOperations
@@ -80,6 +84,8 @@ from carrel.control.workspaces.snapshots import Snapshots
 from carrel.control.workspaces.workspaces import MB, Workspaces
 from carrel.egress.plan import Upstream
 from carrel.errors import CarrelError, ProviderUnavailable
+from carrel.events import EventLog
+from carrel.events.log import DAY_S
 from carrel.identity import CACHE_S, Tokens
 from carrel.metrics import Metrics
 from carrel.models import HostReport
@@ -92,6 +98,7 @@ from carrel.store.approvals import ApprovalStore
 from carrel.store.audit import AuditStore
 from carrel.store.code_contexts import CodeContextStore
 from carrel.store.environments import EnvironmentStore
+from carrel.store.events import EventStore
 from carrel.store.leases import LeaseStore
 from carrel.store.mcp_servers import McpServerStore
 from carrel.store.nodes import NodeStore
@@ -107,11 +114,13 @@ from carrel.workspaces.volumes.doctor import disk_quota, retention
 
 if TYPE_CHECKING:
     from carrel.control.images.building import ImageBuilds
+    from carrel.events.nats_bus import NatsBus
 
 log = logging.getLogger("carrel.control")
 
 FORGET_EVERY_S = 600.0
 EVICT_EVERY_S = 60.0
+COUNT_EVERY_S = 10.0
 
 
 class ControlPlane:
@@ -148,7 +157,17 @@ class ControlPlane:
         self.live = live = LiveSandboxes()
         notes = SessionNotes(live, store)
         leases = Leases(LeaseStore(database), node, settings.lease_s)
-        self.audit = audit = AuditLog(AuditStore(database), key, node, strict=settings.audit.strict)
+        self.audit = audit = AuditLog(AuditStore(database), key, node, events_of, strict=settings.audit.strict)
+        event_store = EventStore(database)
+        self.events = events = EventLog(
+            event_store,
+            node,
+            keep_days=settings.events.keep_days,
+            keep_bytes=settings.events.keep_mb * MB,
+        )
+        self._bus = _bus(settings, events, event_store, node)
+        self._command_ends = ends = CommandEnds(events, audit)
+        self._connection_events = connection_events = ConnectionEvents(events)
         self.requests = OpenRequests()
         self.tokens = Tokens(TokenStore(database), token, self.requests.revoked)
         remote = Remote.open(settings.archive_url)
@@ -186,6 +205,8 @@ class ControlPlane:
         )
         self._admission = admission = Admission(policies, approvals, audit, metrics, values, live)
 
+        self.log_records = LogIntake(events, values)
+
         # attachments: they turn a bare sandbox into a workspace
         snapshot_store, filespace_store = SnapshotStore(database), FilespaceStore(database)
         self.routing = Routing(nodes, self.peers, node_store, snapshot_store, live)
@@ -204,6 +225,7 @@ class ControlPlane:
             admission,
             audit,
             metrics,
+            events=connection_events,
             redact=values.clean,
             ask_wait_s=settings.egress.ask_wait_s,
         )
@@ -269,7 +291,7 @@ class ControlPlane:
         )
         self.sessions = sessions = Sessions(starting, store, workspaces, leases, live, providers, attachments)
         # Packages are made by commands of carrel's own, and the commands of callers may wait for packages.
-        self.own_operations = own = OwnOperations(sessions, admission, values, policies.longest)
+        self.own_operations = own = OwnOperations(sessions, admission, values, policies.longest, ends)
         envs = settings.envs
         builder = Builder(sessions, own, host.storage, largest_mb=envs.largest_mb, timeout_s=envs.build_timeout_s)
         self.environments = environments = Environments(
@@ -285,7 +307,7 @@ class ControlPlane:
         self.packages = packages = TemplatePackages(templates, environments, own)
         template_images = TemplateImages(templates, lambda: self.image_builds, images, store)
         self.operations = operations = Operations(
-            sessions, admission, values, policies.longest, packages, template_images
+            sessions, admission, values, policies.longest, ends, packages, template_images
         )
         self.policy_changes = changes = PolicyChanges(policies, live, attachments, sessions)
         self.decisions = ApprovalDecisions(approvals, admission, changes, values.clean)
@@ -295,7 +317,7 @@ class ControlPlane:
             sessions, operations, filespace_store, files, masks, default_cap=settings.sandbox.disk_mb * MB
         )
         self.context_deletion = ContextDeletion(
-            sessions, operations, workspaces, store, policies, changes, self.secrets, files
+            sessions, operations, workspaces, store, policies, changes, self.secrets, files, events
         )
         self.bundles = Bundles(operations)
         self.checkpoints = CheckpointOperations(sessions, operations, checkpoints)
@@ -304,7 +326,7 @@ class ControlPlane:
         self.envs = EnvironmentUse(environments, packages, sessions, operations, own)
         self.python = python = PythonOperations(operations, values.redactor, self.envs, packages)
         self.code_contexts = CodeContextOperations(
-            operations, values.redactor, python.environment, CodeContextStore(database)
+            operations, values.redactor, python.environment, CodeContextStore(database), ends
         )
         self.tools = Tools(operations, python)
         mcp = settings.mcp
@@ -348,6 +370,9 @@ class ControlPlane:
                 (images.collect, FORGET_EVERY_S),
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
+                (self.sweep_events, FORGET_EVERY_S),
+                (self.count_events, COUNT_EVERY_S),
+                (connection_events.flush, MINUTE_S),
                 (HomeLimits(sessions, folders).enforce, LOOK_EVERY_S),
             ),
         )  # fmt: skip
@@ -404,10 +429,13 @@ class ControlPlane:
 
     async def _begin(self) -> None:
         """Take over what the previous process left, and start the background work."""
+        await self.events.open()
         for left in await self.audit.open():
             log.warning("the server ended before this did: %s", left)
         await self._host.ready()
         self.recovered = await recover(self.sessions, self.store, self.workspaces, self.providers, self.layout.run)
+        for box in self.sessions.live():
+            await self._command_ends.adopt(box)
         await self._protected_folders.open(self.sessions.live())
         await self._deletions.open(self.sessions.live())
         await self._sandbox_image.open(self.sessions.live())
@@ -421,6 +449,8 @@ class ControlPlane:
         await self.egress.open(self.sessions.live(), warm=warm)
         if self._webhook is not None:
             self._webhook.start()
+        if self._bus is not None:
+            self._bus.start()
         self._upkeep_task = asyncio.get_running_loop().create_task(self.upkeep.run())
 
     @cached_property
@@ -448,6 +478,15 @@ class ControlPlane:
         """Give a sign of life to the other servers, and give up those that give none."""
         await self.nodes.beat()
         await self.peers.close_silent()
+
+    async def count_events(self) -> None:
+        """Set the metrics of the event log."""
+        behind = 0 if self._bus is None else self._bus.behind
+        self.metrics.events(await self.events.last(), self.events.readers, behind)
+
+    async def sweep_events(self) -> None:
+        """Remove old events."""
+        await self.events.sweep(None if self._bus is None else await self._bus.delivered())
 
     async def host_report(self) -> HostReport:
         from carrel.providers.doctor import host_report
@@ -490,9 +529,23 @@ class ControlPlane:
                 await self.egress.close()
             except (CarrelError, OSError):
                 log.exception("the egress process could not be ended")
+            await self._connection_events.flush()
+            await self._command_ends.close()
             await self.audit.close()
+            if self._bus is not None:
+                await self._bus.close()
+            await self.events.close()
             await self._host.close()
             await self._database.close()
+
+
+def _bus(settings: Settings, events: EventLog, deliveries: EventStore, node: str) -> NatsBus | None:
+    if settings.bus is None:
+        return None
+    from carrel.events.nats_bus import NatsBus
+
+    url, keep_s = settings.bus.get_secret_value(), settings.events.keep_days * DAY_S
+    return NatsBus(url, events, deliveries, node, keep_s=keep_s)
 
 
 def _webhook(settings: ApprovalSettings) -> Webhook | None:

@@ -45,6 +45,11 @@ from carrel.models.environments import EnvironmentList as EnvironmentList
 from carrel.models.environments import EnvironmentName as EnvironmentName
 from carrel.models.environments import EnvironmentPackage as EnvironmentPackage
 from carrel.models.environments import EnvironmentRequest as EnvironmentRequest
+from carrel.models.events import EventInfo as EventInfo
+from carrel.models.events import EventKind as EventKind
+from carrel.models.events import LogReceipt as LogReceipt
+from carrel.models.events import LogRecord as LogRecord
+from carrel.models.events import LogRecords as LogRecords
 from carrel.models.files import EditRequest as EditRequest
 from carrel.models.files import EditResult as EditResult
 from carrel.models.files import FileInfo as FileInfo

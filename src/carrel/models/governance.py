@@ -195,7 +195,7 @@ class Explanation(Answer):
 
 TokenKind = Literal["person", "agent", "service"]
 
-TokenScope = Literal["read", "operate", "approve", "administer"]
+TokenScope = Literal["read", "operate", "approve", "administer", "log"]
 
 
 class TokenRequest(Request):

@@ -16,6 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel
 
+from carrel.models.events import EventKind
 from carrel.models.files import (
     DeleteRequest,
     EditRequest,
@@ -50,6 +51,7 @@ class Scope(StrEnum):
     OPERATE = "operate"
     APPROVE = "approve"
     ADMINISTER = "administer"
+    LOG = "log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,10 @@ class Operation:
     context_from: ContextSource = "path"
     of_server: bool = False
     """It belongs to no context: its audit record goes into the chain of the server."""
+    starts: EventKind | None = None
+    """The event that is written when it begins."""
+    event: EventKind | None = None
+    """The event that is written when it has ended: always if the operation `starts` with one, else if it succeeded."""
 
     def __post_init__(self) -> None:
         if self.kind == "file" and not isinstance(self.decides, tuple) and self.decides != "deletions":
@@ -206,9 +212,14 @@ def _cut(text: str) -> str:
     return text if left <= 0 else f"{text[:_SHOWN]} […] and {left} characters more"
 
 
-READ, OPERATE, APPROVE, ADMINISTER = Scope
+READ, OPERATE, APPROVE, ADMINISTER, LOG = Scope
+_COMMAND_STARTED, _PYTHON_STARTED = EventKind.COMMAND_STARTED, EventKind.PYTHON_STARTED
+_WRITTEN, _DELETED = EventKind.FILE_WRITTEN, EventKind.FILE_DELETED
+_COMMAND = {"starts": _COMMAND_STARTED, "event": EventKind.COMMAND_ENDED}
+_PYTHON = {"starts": _PYTHON_STARTED, "event": EventKind.PYTHON_ENDED}
+_TOOL = {"starts": EventKind.TOOL_STARTED, "event": EventKind.TOOL_ENDED}
 _SANDBOX, _CONTEXT = "/v1/sandboxes/{id}", "/v1/contexts/{context_id}"
-_COMMAND, _FILES, _CELLS = f"{_SANDBOX}/commands/{{cid}}", f"{_SANDBOX}/files", f"{_SANDBOX}/code-contexts/{{name}}"
+_ONE_COMMAND, _FILES, _CELLS = f"{_SANDBOX}/commands/{{cid}}", f"{_SANDBOX}/files", f"{_SANDBOX}/code-contexts/{{name}}"
 _FILESPACE, _SNAPSHOTS = "/v1/filespaces/{context_id}", f"{_SANDBOX}/snapshots"
 _MCP, _TEMPLATE_SECRETS = f"{_SANDBOX}/mcp-servers/{{server}}", "/v1/templates/{template}/secrets"
 
@@ -225,26 +236,54 @@ TERMINATE = _row("terminate", "session", OPERATE, f"POST {_SANDBOX}/terminate")
 EMPTY = _row("empty", "session")
 
 # commands
-RUN_COMMAND = _row("run_command", "shell", OPERATE, f"POST {_SANDBOX}/commands", decides="command")
-START_COMMAND = _row("start_command", "shell", OPERATE, f"POST {_SANDBOX}/commands/start", decides="command")
+RUN_COMMAND = _row(
+    "run_command",
+    "shell",
+    OPERATE,
+    f"POST {_SANDBOX}/commands",
+    decides="command",
+    **_COMMAND,
+)
+START_COMMAND = _row(
+    "start_command",
+    "shell",
+    OPERATE,
+    f"POST {_SANDBOX}/commands/start",
+    decides="command",
+    event=_COMMAND_STARTED,
+)
 STREAM_COMMAND = _row("stream_command", None, OPERATE, f"POST {_SANDBOX}/commands/stream")
 LIST_COMMANDS = _row("list_commands", "shell", READ, f"GET {_SANDBOX}/commands")
-GET_COMMAND = _row("get_command", "shell", READ, f"GET {_COMMAND}")
-COMMAND_RESULT = _row("command_result", "shell", READ, f"GET {_COMMAND}/result", id="get_command_result")
-COMMAND_OUTPUT = _row("command_output", "shell", READ, f"GET {_COMMAND}/output", id="get_command_output")
-SEND_INPUT = _row("send_input", "shell", OPERATE, f"POST {_COMMAND}/stdin")
-SIGNAL_COMMAND = _row("signal_command", "shell", OPERATE, f"POST {_COMMAND}/signal")
-RESIZE_TERMINAL = _row("resize_terminal", "shell", OPERATE, f"POST {_COMMAND}/resize")
+GET_COMMAND = _row("get_command", "shell", READ, f"GET {_ONE_COMMAND}")
+COMMAND_RESULT = _row("command_result", "shell", READ, f"GET {_ONE_COMMAND}/result", id="get_command_result")
+COMMAND_OUTPUT = _row("command_output", "shell", READ, f"GET {_ONE_COMMAND}/output", id="get_command_output")
+SEND_INPUT = _row("send_input", "shell", OPERATE, f"POST {_ONE_COMMAND}/stdin")
+SIGNAL_COMMAND = _row("signal_command", "shell", OPERATE, f"POST {_ONE_COMMAND}/signal")
+RESIZE_TERMINAL = _row("resize_terminal", "shell", OPERATE, f"POST {_ONE_COMMAND}/resize")
 ATTACH_COMMAND = _row("attach_command", None, OPERATE, f"WEBSOCKET {_SANDBOX}/commands/attached")
 OPEN_TERMINAL = _row("open_terminal", None, OPERATE, f"WEBSOCKET {_SANDBOX}/terminals")
-DELETE_COMMAND = _row("delete_command", "shell", OPERATE, f"DELETE {_COMMAND}")
-EXECUTE = _row("execute", "shell", OPERATE, f"POST {_SANDBOX}/execute", decides="command")
+DELETE_COMMAND = _row("delete_command", "shell", OPERATE, f"DELETE {_ONE_COMMAND}")
+EXECUTE = _row(
+    "execute",
+    "shell",
+    OPERATE,
+    f"POST {_SANDBOX}/execute",
+    decides="command",
+    **_COMMAND,
+)
 TOOL_REQUEST = _row("tool_request", None, OPERATE, f"POST {_SANDBOX}/tools")
-MCP_REQUEST = _row("mcp_request", "mcp", OPERATE, f"POST {_MCP}/request", decides="tool")
+MCP_REQUEST = _row(
+    "mcp_request",
+    "mcp",
+    OPERATE,
+    f"POST {_MCP}/request",
+    decides="tool",
+    **_TOOL,
+)
 
 # files
 READ_FILE = _row("read", "file", READ, f"GET {_FILES}/content", id="read_file", decides=READS)
-WRITE_FILE = _row("write", "file", OPERATE, f"PUT {_FILES}/content", id="write_file", decides=WRITES)
+WRITE_FILE = _row("write", "file", OPERATE, f"PUT {_FILES}/content", id="write_file", decides=WRITES, event=_WRITTEN)
 WRITE_FILES = _row("write_files", None, OPERATE, f"POST {_FILES}/bundle")
 READ_FILES = _row("read_files", None, READ, f"POST {_FILES}/read")
 STAT_FILE = _forwarded(
@@ -269,6 +308,7 @@ EDIT_FILE = _forwarded(
         "edit", "file", OPERATE, f"POST {_FILES}/edit", "edit_file", decides=WRITES,
         supervisor="POST /files/edit", request=EditRequest, result=EditResult, arguments=_of_edit,
         content="new", fills_disk=True,
+        event=_WRITTEN,
         summary="Replace text in a file",
         description="Without `replace_all`, the old text must occur exactly once.",
     )
@@ -278,6 +318,7 @@ MOVE_FILE = _forwarded(
         "move", "file", OPERATE, f"POST {_FILES}/move", "move_file", decides=MOVES,
         supervisor="POST /files/move", request=MoveRequest, result=FileInfo, arguments=_of_move,
         paths=("source", "destination"),
+        event=EventKind.FILE_MOVED,
         summary="Move or rename",
         description="Source and destination are inside the workspace.",
     )
@@ -287,6 +328,7 @@ MAKE_DIRECTORY = _forwarded(
         "mkdir", "file", OPERATE, f"POST {_FILES}/mkdir", "make_directory", decides=WRITES,
         supervisor="POST /files/mkdir", request=MkdirRequest, result=FileInfo, arguments=_only_path,
         fills_disk=True,
+        event=_WRITTEN,
         summary="Make a directory",
         description="Missing parents are made too.",
     )
@@ -296,6 +338,7 @@ DELETE_FILE = _forwarded(
         "delete", "file", OPERATE, f"DELETE {_FILES}", "delete_file", decides=DELETES,
         supervisor="DELETE /files", request=DeleteRequest, result=Nothing, arguments=_of_delete,
         deadline=600.0,
+        event=_DELETED,
         summary="Delete a file or a tree",
         description="A directory that is not empty needs `recursive`.",
     )
@@ -307,13 +350,31 @@ SYNC_FILESPACE = _row("sync_filespace", "session", OPERATE, f"POST {_SANDBOX}/sy
 LIST_FILESPACE = _row("filespace_list", "file", READ, f"GET {_FILESPACE}/files", id="list_filespace", decides=READS)
 READ_FILESPACE = _row("filespace_read", "file", READ, f"GET {_FILESPACE}/content", id="read_filespace", decides=READS)
 WRITE_FILESPACE = _row(
-    "filespace_write", "file", OPERATE, f"PUT {_FILESPACE}/content", id="write_filespace", decides=WRITES
+    "filespace_write",
+    "file",
+    OPERATE,
+    f"PUT {_FILESPACE}/content",
+    id="write_filespace",
+    decides=WRITES,
+    event=_WRITTEN,
 )
 DELETE_FILESPACE = _row(
-    "filespace_delete", "file", OPERATE, f"DELETE {_FILESPACE}/content", id="delete_filespace", decides=DELETES
+    "filespace_delete",
+    "file",
+    OPERATE,
+    f"DELETE {_FILESPACE}/content",
+    id="delete_filespace",
+    decides=DELETES,
+    event=_DELETED,
 )
 FORGET_FILESPACE = _row(
-    "filespace_forget", "file", OPERATE, f"DELETE {_FILESPACE}", id="forget_filespace", decides=DELETES_ALL
+    "filespace_forget",
+    "file",
+    OPERATE,
+    f"DELETE {_FILESPACE}",
+    id="forget_filespace",
+    decides=DELETES_ALL,
+    event=_DELETED,
 )
 
 # snapshots
@@ -325,9 +386,8 @@ EXPORT = _row(
 )
 EXPORT_BY_ADMINISTRATOR = _row("export", "session")  # no policy of a context holds for an administrator
 DIFF_SNAPSHOTS = _row("diff", "session", READ, f"GET {_SANDBOX}/diff", id="diff_snapshots")
-RESTORE = _row("restore", "session", OPERATE, f"POST {_SANDBOX}/restore")
+RESTORE = _row("restore", "session", OPERATE, f"POST {_SANDBOX}/restore", event=EventKind.SNAPSHOT_RESTORED)
 FORK = _row("fork", "session", OPERATE, f"POST {_SANDBOX}/fork")
-STREAM_EVENTS = _row("stream_events", None, READ)
 
 # checkpoints of folders
 _CHECKPOINTS = f"{_CONTEXT}/checkpoints"
@@ -349,6 +409,11 @@ DECIDE_APPROVAL = _row(
     "decide_approval", "session", APPROVE, "POST /v1/approvals/{approval_id}/decide", context_from="handler"
 )
 DECIDE_APPROVALS = _row("decide_approvals", None, APPROVE, "POST /v1/approvals/decide", context_from="listed")
+
+# events
+STREAM_EVENTS = _row("stream_events", None, READ, "GET /v1/events", context_from="listed")
+STREAM_CONTEXT = _row("stream_context", None, READ, "GET /api/stream/{id}")
+PUBLISH_LOG = _row("publish_log", None, LOG, "POST /v1/events", context_from="handler")
 
 # tokens
 CREATE_TOKEN = _row("create_token", "session", ADMINISTER, "POST /v1/tokens", context_from="handler", of_server=True)
@@ -418,10 +483,27 @@ DELETE_IMAGE = _row("delete_image", "session", ADMINISTER, "DELETE /v1/images/{i
 # Python
 EXECUTE_STATELESS = _row("execute_stateless", None, OPERATE, "POST /v1/execute")
 EXECUTE_BUNDLE = _row("execute_bundle", None, OPERATE, "POST /v1/execute/bundle")
-RUN_PYTHON = _row("python_exec", "shell", OPERATE, f"POST {_SANDBOX}/python", id="run_python", decides="command")
-START_PYTHON = _row("start_python", "shell", OPERATE, f"POST {_SANDBOX}/python/start", decides="command")
+RUN_PYTHON = _row(
+    "python_exec",
+    "shell",
+    OPERATE,
+    f"POST {_SANDBOX}/python",
+    id="run_python",
+    decides="command",
+    **_PYTHON,
+)
+START_PYTHON = _row(
+    "start_python", "shell", OPERATE, f"POST {_SANDBOX}/python/start", decides="command", event=_PYTHON_STARTED
+)
 STREAM_PYTHON = _row("stream_python", None, OPERATE, f"POST {_SANDBOX}/python/stream")
-RUN_CELL = _row("run_cell", "shell", OPERATE, f"POST {_CELLS}/cells", decides="command")
+RUN_CELL = _row(
+    "run_cell",
+    "shell",
+    OPERATE,
+    f"POST {_CELLS}/cells",
+    decides="command",
+    **_PYTHON,
+)
 STREAM_CELL = _row("stream_cell", None, OPERATE, f"POST {_CELLS}/cells/stream")
 LIST_CODE_CONTEXTS = _row("list_code_contexts", "shell", READ, f"GET {_SANDBOX}/code-contexts")
 GET_CODE_CONTEXT = _row("get_code_context", "shell", READ, f"GET {_CELLS}")

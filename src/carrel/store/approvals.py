@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
-from sqlalchemy import ColumnElement, and_, delete, func, insert, or_, select, update
-from sqlalchemy.engine import RowMapping
+from sqlalchemy import ColumnElement, Update, and_, delete, func, insert, or_, select, update
+from sqlalchemy.engine import Connection, RowMapping
 
 from carrel.models import ApprovalInfo, ApprovalScope, ApprovalState
+from carrel.models.events import EventDraft, EventKind, body_of
 from carrel.store.cursors import read_page
 from carrel.store.database import Database
+from carrel.store.events import stage
 from carrel.store.tables import approvals
 
+_MOST_EXPIRED = 500
 _INTERNAL = frozenset({"digest", "run", "run_on", "run_in"})
 _PENDING = approvals.c.state == ApprovalState.PENDING.value
 _APPROVED = approvals.c.state == ApprovalState.APPROVED.value
@@ -76,7 +80,13 @@ class ApprovalStore:
     async def insert(self, record: ApprovalRecord) -> None:
         """Add an approval."""
         values = {**asdict(record), "state": record.state.value, "scope": record.scope and record.scope.value}
-        await self._database.execute(insert(approvals).values(**values))
+
+        def run(connection: Connection) -> None:
+            connection.execute(insert(approvals).values(**values))
+            asked = {"summary": record.summary, "reason": record.reason, "requested_by": record.requested_by}
+            stage(connection, [_event(record, EventKind.APPROVAL_ASKED, asked)])
+
+        await self._database.write(run)
 
     async def get(self, approval_id: str) -> ApprovalRecord | None:
         """Return the approval with this id."""
@@ -134,7 +144,8 @@ class ApprovalStore:
                 message=message,
             )
         )
-        return await self._database.execute(statement) == 1
+        decided = {"state": state.value, "decided_by": by, "scope": scope and scope.value, "message": message}
+        return await self._change(statement, [approval_id], decided) == 1
 
     async def use(
         self, approval_id: str, at: float, *, run: str | None = None, node: str = "", place: str = ""
@@ -169,13 +180,30 @@ class ApprovalStore:
 
     async def expire(self, now: float) -> int:
         """Mark pending approvals whose time is over as expired, and return how many."""
-        statement = update(approvals).where(_PENDING, approvals.c.expires_at <= now)
-        return await self._database.execute(statement.values(state=ApprovalState.EXPIRED.value))
+        late = and_(_PENDING, approvals.c.expires_at <= now)
+        found = await self._database.scalars(select(approvals.c.id).where(late).limit(_MOST_EXPIRED))
+        if not found:
+            return 0
+        statement = update(approvals).where(late, approvals.c.id.in_(found)).values(state=ApprovalState.EXPIRED.value)
+        return await self._change(statement, found, {"state": ApprovalState.EXPIRED.value})
 
     async def forget(self, context_id: str) -> int:
         """Mark the pending and the unused approvals of a context as expired, and return how many."""
         statement = update(approvals).where(approvals.c.context_id == context_id, or_(_PENDING, _UNUSED))
         return await self._database.execute(statement.values(state=ApprovalState.EXPIRED.value))
+
+    async def _change(self, statement: Update, ids: Sequence[str], values: Mapping[str, object]) -> int:
+        """Decide pending approvals, and write the events with it."""
+
+        def run(connection: Connection) -> int:
+            pending = select(approvals).where(approvals.c.id.in_(ids), _PENDING).with_for_update()
+            before = [_record(row) for row in connection.execute(pending).mappings()]
+            changed = connection.execute(statement).rowcount
+            if changed == len(before):
+                stage(connection, [_event(each, EventKind.APPROVAL_DECIDED, values) for each in before])
+            return changed
+
+        return await self._database.write(run)
 
     async def page(
         self,
@@ -192,6 +220,11 @@ class ApprovalStore:
         if context_id is not None:
             query = query.where(approvals.c.context_id == context_id)
         return await read_page(self._database, approvals, query, _record, limit, cursor)
+
+
+def _event(record: ApprovalRecord, kind: EventKind, values: Mapping[str, object]) -> EventDraft:
+    body = body_of({"approval": record.id, "operation": record.operation, **values})
+    return EventDraft(time.time(), kind.value, record.context_id, record.sandbox_id or None, "", body)
 
 
 def _same(context_id: str | None, digest: str, requested_by: str | None = None) -> ColumnElement[bool]:

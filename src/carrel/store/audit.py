@@ -16,8 +16,10 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import Conflict
+from carrel.models.events import EventDraft
 from carrel.store.audit_search import AuditSearch
 from carrel.store.database import Occupied
+from carrel.store.events import stage
 from carrel.store.tables import audit_heads as heads
 from carrel.store.tables import audit_holds as holds
 from carrel.store.tables import audit_records as records
@@ -35,7 +37,7 @@ AuditTip = tuple[int, bytes, int]
 AuditStored = tuple[int, bytes, str]
 """seq, hash, body"""
 
-Batch = tuple[Sequence[AuditRow], Sequence[AuditHead], Sequence[AuditHold]]
+Batch = tuple[Sequence[AuditRow], Sequence[AuditHead], Sequence[AuditHold], Sequence[EventDraft]]
 _RECORD = tuple(column.name for column in records.columns if column.name != "id")
 _HEAD = tuple(column.name for column in heads.columns)
 _HOLD = tuple(column.name for column in holds.columns)
@@ -57,13 +59,14 @@ class AuditStore(AuditSearch):
         """
 
         def run(connection: Connection) -> None:
-            new, signed, held = build({chain: _tip(connection, chain) for chain in unknown})
+            new, signed, held, happened = build({chain: _tip(connection, chain) for chain in unknown})
             if new:
                 _insert(connection, new)
             if signed:
                 connection.execute(insert(heads), [dict(zip(_HEAD, head, strict=True)) for head in signed])
             if held:
                 connection.execute(_upsert(connection), [dict(zip(_HOLD, hold, strict=True)) for hold in held])
+            stage(connection, happened)
 
         try:
             if short:

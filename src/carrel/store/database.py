@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -37,6 +38,7 @@ _PRAGMAS = (
     "PRAGMA foreign_keys=ON",
 )
 _SWITCH_S = 5.0
+_STAGED = "carrel_staged"
 _MOST_WRITES_HERE = 100
 """After this many writes on the event loop, one goes to the writer's thread, which also checkpoints the WAL."""
 
@@ -163,13 +165,26 @@ def _run(engine: Engine, query: Query[T]) -> T:
         return query(connection)
 
 
+def mark_staged(connection: Connection) -> None:
+    """Let `Database.staged` be set when this transaction is committed."""
+    connection.info[_STAGED] = True
+
+
+def _noting(query: Query[T], connection: Connection) -> tuple[T, bool]:
+    return query(connection), connection.info.pop(_STAGED, False)
+
+
 class Database:
     """Runs queries: `read` and `write` take a function of a connection, each call is one transaction."""
 
-    def __init__(self, runner: _StatementRunner, name: str, field: str):
+    def __init__(self, runner: _StatementRunner, name: str, field: str, *, shared: bool = False):
         self._runner = runner
         self._name = name
         self._field = field
+        self.shared = shared
+        """Whether other servers may use this database."""
+        self.staged = asyncio.Event()
+        """Set after each commit of a transaction that called `mark_staged`."""
 
     @classmethod
     async def open(cls, where: str) -> Database:
@@ -187,12 +202,15 @@ class Database:
         host = _host_of(where, scheme)
         from carrel.store.postgres import Postgres
 
-        return await cls._opened(lambda: Postgres(where), f"the PostgreSQL database on {host}", "database")
+        name = f"the PostgreSQL database on {host}"
+        return await cls._opened(lambda: Postgres(where), name, "database", shared=True)
 
     @classmethod
-    async def _opened(cls, make: Callable[[], _StatementRunner], name: str, field: str) -> Database:
+    async def _opened(
+        cls, make: Callable[[], _StatementRunner], name: str, field: str, *, shared: bool = False
+    ) -> Database:
         with _driver_errors(name, field):
-            database = cls(make(), name, field)
+            database = cls(make(), name, field, shared=shared)
         try:
             await database.write(migrate)
         except BaseException:
@@ -211,7 +229,10 @@ class Database:
         An `IntegrityError` is passed on, as only the caller knows which constraint was violated.
         """
         with _driver_errors(self._name, self._field, self._runner.failures):
-            return await self._runner.write(query)
+            result, staged = await self._runner.write(partial(_noting, query))
+        if staged:
+            self.staged.set()
+        return result
 
     async def execute(self, statement: Executable) -> int:
         """Run one statement that changes rows and return how many it changed. Raises what `write` raises."""
@@ -237,7 +258,10 @@ class Database:
     def write_here(self, query: Query[T]) -> T:
         """Write with a short query in the caller's thread. Raises `Occupied` where it would have to wait."""
         with _driver_errors(self._name, self._field, self._runner.failures):
-            return self._runner.write_here(query)
+            result, staged = self._runner.write_here(partial(_noting, query))
+        if staged:
+            self.staged.set()
+        return result
 
     async def sync(self) -> None:
         """Return once everything written survives a power cut."""

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Double, and_, bindparam, case, func, insert, or_, select, update
-from sqlalchemy.engine import RowMapping
+from sqlalchemy import ColumnElement, Double, Update, and_, bindparam, case, func, insert, or_, select, update
+from sqlalchemy.engine import Connection, RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import AlreadyExists, Conflict
 from carrel.models import HostPath, Limits, Network, SandboxInfo, State, Trust
+from carrel.models.events import EventDraft, EventKind, body_of
 from carrel.store.clock import database_clock
 from carrel.store.cursors import read_page
 from carrel.store.database import Database
+from carrel.store.events import stage
 from carrel.store.tables import sessions
 
 Handle = dict[str, str | int | float | bool | None]
@@ -121,6 +124,20 @@ class SessionRecord:
 
 _NAMES = tuple(each.name for each in fields(SessionRecord))
 _LEASE = frozenset({"lease_owner", "lease_until", "fence"})
+_EVENTFUL = frozenset({"state", "notice"})
+
+
+def _happened(facts: Mapping[Any, object], kind: EventKind, values: Mapping[str, object]) -> EventDraft:
+    """Return an event of a session, from its columns."""
+    context, node = facts["context_id"], facts["node"]
+    return EventDraft(
+        time.time(),
+        kind.value,
+        context if isinstance(context, str) else None,
+        str(facts["id"]),
+        node if isinstance(node, str) else "",
+        body_of(values),
+    )
 
 
 def _plain(name: str, value: object) -> object:
@@ -167,7 +184,7 @@ class SessionStore:
             owner, seconds = lease
             values |= {"lease_owner": owner, "lease_until": database_clock() + seconds, "fence": 1}
         try:
-            await self._database.execute(insert(sessions).values(**values))
+            await self._database.write(lambda connection: self._insert(connection, values))
         except IntegrityError:
             raise AlreadyExists(
                 "a session of this context or idempotency key exists already",
@@ -198,13 +215,41 @@ class SessionStore:
         statement = update(sessions).where(sessions.c.id == session_id).values(**plain)
         if fence is not None:
             statement = statement.where(sessions.c.fence == fence, sessions.c.lease_owner.is_not(None))
-        changed = await self._database.execute(statement)
+        if _EVENTFUL & plain.keys():
+            changed = await self._database.write(
+                lambda connection: self._change(connection, statement, session_id, plain)
+            )
+        else:
+            changed = await self._database.execute(statement)
         if fence is not None and changed == 0:
             raise Conflict(
                 f"the lease on session {session_id} is lost: fence {fence} is no longer the newest",
                 field="fence",
                 hint="another control plane owns the session now; leave it alone",
             )
+
+    @staticmethod
+    def _insert(connection: Connection, values: Mapping[str, object]) -> None:
+        connection.execute(insert(sessions).values(**values))
+        stage(connection, [_happened(values, EventKind.SESSION, {"state": values["state"]})])
+
+    @staticmethod
+    def _change(connection: Connection, statement: Update, session_id: str, plain: Mapping[str, object]) -> int:
+        """Change a record, and write the events of a new state or notice with it."""
+        facts = (sessions.c.id, sessions.c.context_id, sessions.c.node, sessions.c.state, sessions.c.notice)
+        query = select(*facts).where(sessions.c.id == session_id).with_for_update()
+        before = connection.execute(query).mappings().one_or_none()
+        changed = connection.execute(statement).rowcount
+        if before is None or changed == 0:
+            return changed
+        drafts = []
+        if (state := plain.get("state", before["state"])) != before["state"]:
+            why = {"error": plain.get("error"), "reason": plain.get("end_reason")}
+            drafts.append(_happened(before, EventKind.SESSION, {"state": state, "before": before["state"], **why}))
+        if (notice := plain.get("notice", before["notice"])) != before["notice"] and notice is not None:
+            drafts.append(_happened(before, EventKind.NOTICE, {"notice": notice}))
+        stage(connection, drafts)
+        return changed
 
     async def touch(self, activity: Mapping[str, float]) -> None:
         """Write the last activity of many sessions; an earlier time never replaces a later one."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
 from sqlalchemy import Select, delete, insert, select, update
-from sqlalchemy.engine import RowMapping
+from sqlalchemy.engine import Connection, RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import AlreadyExists, Conflict
+from carrel.models.events import EventDraft, EventKind, body_of
 from carrel.store.cursors import read_page
 from carrel.store.database import Database
+from carrel.store.events import stage
 from carrel.store.tables import snapshots
 
 DELETING = "it is being deleted"
@@ -121,7 +124,15 @@ class SnapshotStore:
 
     async def delete(self, snapshot_id: str) -> bool:
         """Delete the record of a snapshot; False when there was none."""
-        return await self._database.execute(delete(snapshots).where(snapshots.c.id == snapshot_id)) == 1
+
+        def run(connection: Connection) -> bool:
+            found = connection.execute(select(snapshots.c.id).where(snapshots.c.id == snapshot_id)).one_or_none()
+            if found is None:
+                return False
+            stage(connection, [_event(connection, snapshot_id, EventKind.SNAPSHOT_DELETED)])
+            return connection.execute(delete(snapshots).where(snapshots.c.id == snapshot_id)).rowcount == 1
+
+        return await self._database.write(run)
 
     async def _end(self, snapshot_id: str, status: SnapshotStatus, **values: int | str) -> None:
         statement = (
@@ -129,8 +140,22 @@ class SnapshotStore:
             .where(snapshots.c.id == snapshot_id, snapshots.c.status == SnapshotStatus.CREATING.value)
             .values(status=status.value, **values)
         )
-        if await self._database.execute(statement) == 0:
+
+        def run(connection: Connection) -> int:
+            changed = connection.execute(statement).rowcount
+            if changed and status is SnapshotStatus.READY:
+                stage(connection, [_event(connection, snapshot_id, EventKind.SNAPSHOT_TAKEN)])
+            return changed
+
+        if await self._database.write(run) == 0:
             raise Conflict(f"snapshot {snapshot_id} is not being created", field="id", hint="it has ended or is gone")
+
+
+def _event(connection: Connection, snapshot_id: str, kind: EventKind) -> EventDraft:
+    record = _record(connection.execute(select(snapshots).where(snapshots.c.id == snapshot_id)).mappings().one())
+    values = {"snapshot": record.id, "reason": record.reason, "bytes": record.bytes}
+    node = record.node or ""
+    return EventDraft(time.time(), kind.value, record.context_id, record.session_id, node, body_of(values))
 
 
 def _ready(context_id: str) -> Select[tuple[object, ...]]:

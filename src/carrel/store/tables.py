@@ -180,6 +180,54 @@ Index("audit_records_at", audit_records.c.at, audit_records.c.id)
 for _name in ("chain", "actor", "kind", "name", "decision", "result"):
     Index(f"audit_records_{_name}", audit_records.c[_name], audit_records.c.at, audit_records.c.id)
 
+events = Table(
+    "events",
+    metadata,
+    # The newest event is never removed, so SQLite never uses an id again.
+    Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    Column("at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("kind", String(32), nullable=False),
+    Column("context_id", Words(128), nullable=True),
+    Column("session_id", Words(64), nullable=True),
+    Column("node", Words(255), nullable=False),
+    Column("body", Text, nullable=False),
+)
+Index("events_context", events.c.context_id, events.c.id)
+
+# PostgreSQL: written in the transactions of what happened, and moved to `events` by one transaction at a time.
+staged_events = Table(
+    "staged_events",
+    metadata,
+    Column("key", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
+    Column("at", Double, nullable=False, comment="seconds since 1970, UTC"),
+    Column("kind", String(32), nullable=False),
+    Column("context_id", Words(128), nullable=True),
+    Column("session_id", Words(64), nullable=True),
+    Column("node", Words(255), nullable=False),
+    Column("body", Text, nullable=False),
+)
+
+event_state = Table(
+    "event_state",
+    metadata,
+    Column(
+        "name",
+        String(32),
+        primary_key=True,
+        comment="last, removed (by retention, up to it), identity",
+    ),
+    Column("id", BigInteger, nullable=False),
+)
+
+event_deliveries = Table(
+    "event_deliveries",
+    metadata,
+    Column("bus", String(64), primary_key=True),
+    Column("position", BigInteger, nullable=False, comment="the newest event that the bus has"),
+    Column("owner", Words(255), nullable=True, comment="the server that delivers"),
+    Column("until", Double, nullable=True, comment="seconds since 1970, by the clock of the database"),
+)
+
 audit_heads = Table(
     "audit_heads",
     metadata,

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from tests.support.calls import ADMIN
+from tests.support.no_events import no_event
 
 from carrel.audit import AuditEntry, AuditLog, Filter, SigningKey, chain_of, verify
 from carrel.config import Settings
@@ -125,7 +126,7 @@ async def test_the_audit_log_is_kept_for_as_long_as_it_is_set(settings: Settings
     old = time.time() - 3 * 86_400
     database = await Database.open(settings.database_url)
     key = SigningKey.load(settings.data_dir)
-    before = AuditLog(AuditStore(database), key, "n", clock=lambda: old)
+    before = AuditLog(AuditStore(database), key, "n", no_event, clock=lambda: old)
     await before.open()
     for number in range(10):
         (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
 from urllib.parse import quote
@@ -14,6 +14,7 @@ from carrel.client._async.audit import AsyncAudit
 from carrel.client._async.checkpoints import AsyncFolderCheckpoints
 from carrel.client._async.connection import AsyncConnection
 from carrel.client._async.envs import AsyncEnvironments
+from carrel.client._async.events import follow_events
 from carrel.client._async.filespace import AsyncFilespace
 from carrel.client._async.images import AsyncImages, OnImageProgress
 from carrel.client._async.policies import AsyncPolicy
@@ -26,9 +27,11 @@ from carrel.client.requests import host_path_body, limits_body
 from carrel.errors import Denied, NotFound
 from carrel.models import (
     DiskUsage,
+    EventInfo,
     HostPath,
     HostReport,
     Limits,
+    LogReceipt,
     Network,
     NodeInfo,
     NodeList,
@@ -183,6 +186,32 @@ class AsyncClient:
         if info is None or info.state is State.TERMINATED:
             raise NotFound(f"no sandbox named '{name}'", field="id", hint="`carrel ps` shows what there is")
         return info
+
+    def events(
+        self,
+        context: str | None = None,
+        *,
+        kinds: Iterable[str] | None = None,
+        after: int | None = None,
+        follow: bool = True,
+    ) -> AsyncIterator[EventInfo]:
+        """Yield what happens in a context, or in every context that the token may access.
+
+        `kinds` are kinds such as `command.ended`, or families such as `command`. `after` is the id of the last known
+        event, 0 for all that the server still has; by default only new ones come. After a broken connection this goes
+        on where it was: no event is missing, and none comes twice. An event of the kind `truncated` says that the
+        server no longer has those before its id. `follow=False` ends with the newest event.
+        """
+        return follow_events(self._connection, context, kinds, after, follow=follow)
+
+    async def publish_log(
+        self, records: Iterable[Mapping[str, object]], *, context: str | None = None, dropped: int = 0
+    ) -> int:
+        """Add log records to the events: each has a `message`, and may have a `level`, a `logger` and a time (`at`).
+        `dropped` counts those before that were not sent. `carrel.logging.BusHandler` does all this by itself.
+        """
+        body = {"context_id": context, "records": [dict(each) for each in records], "dropped": dropped}
+        return (await self._connection.post(LogReceipt, "/v1/events", body)).stored
 
     async def forget(self, context_id: str) -> None:
         """Delete a context and all its data: files, snapshots, filespace, secrets, MCP servers, template and policy.

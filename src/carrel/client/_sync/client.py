@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Literal
 from urllib.parse import quote
@@ -15,6 +15,7 @@ from carrel.client._sync.audit import Audit
 from carrel.client._sync.checkpoints import FolderCheckpoints
 from carrel.client._sync.connection import Connection
 from carrel.client._sync.envs import Environments
+from carrel.client._sync.events import follow_events
 from carrel.client._sync.filespace import Filespace
 from carrel.client._sync.images import Images, OnImageProgress
 from carrel.client._sync.policies import Policy
@@ -27,9 +28,11 @@ from carrel.client.requests import host_path_body, limits_body
 from carrel.errors import Denied, NotFound
 from carrel.models import (
     DiskUsage,
+    EventInfo,
     HostPath,
     HostReport,
     Limits,
+    LogReceipt,
     Network,
     NodeInfo,
     NodeList,
@@ -182,6 +185,32 @@ class Client:
         if info is None or info.state is State.TERMINATED:
             raise NotFound(f"no sandbox named '{name}'", field="id", hint="`carrel ps` shows what there is")
         return info
+
+    def events(
+        self,
+        context: str | None = None,
+        *,
+        kinds: Iterable[str] | None = None,
+        after: int | None = None,
+        follow: bool = True,
+    ) -> Iterator[EventInfo]:
+        """Yield what happens in a context, or in every context that the token may access.
+
+        `kinds` are kinds such as `command.ended`, or families such as `command`. `after` is the id of the last known
+        event, 0 for all that the server still has; by default only new ones come. After a broken connection this goes
+        on where it was: no event is missing, and none comes twice. An event of the kind `truncated` says that the
+        server no longer has those before its id. `follow=False` ends with the newest event.
+        """
+        return follow_events(self._connection, context, kinds, after, follow=follow)
+
+    def publish_log(
+        self, records: Iterable[Mapping[str, object]], *, context: str | None = None, dropped: int = 0
+    ) -> int:
+        """Add log records to the events: each has a `message`, and may have a `level`, a `logger` and a time (`at`).
+        `dropped` counts those before that were not sent. `carrel.logging.BusHandler` does all this by itself.
+        """
+        body = {"context_id": context, "records": [dict(each) for each in records], "dropped": dropped}
+        return (self._connection.post(LogReceipt, "/v1/events", body)).stored
 
     def forget(self, context_id: str) -> None:
         """Delete a context and all its data: files, snapshots, filespace, secrets, MCP servers, template and policy.

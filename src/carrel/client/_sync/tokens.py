@@ -27,7 +27,7 @@ class Tokens:
         contexts: Sequence[str] | None = None,
         expires: datetime | timedelta | None = None,
     ) -> NewToken:
-        """Create a token. Scopes are `read`, `operate`, `approve` and `administer`.
+        """Create a token. Scopes are `read`, `operate`, `approve`, `administer` and `log`.
 
         new = client.tokens.create("coder", kind="agent", scopes=["operate"], expires=timedelta(days=30))
         print(new.token)  # the server never returns it again

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from carrel.audit import AuditLog
 from carrel.audit.log import Ticket
 from carrel.audit.records import AuditEntry, Ending, chain_of
+from carrel.control.egress.connection_events import ConnectionEvents
 from carrel.control.operations.admission import Redact
 from carrel.errors import CarrelError
 from carrel.metrics import Metrics
@@ -48,8 +49,16 @@ _Batch = tuple[int, list[tuple[Item, AccessOwner]]]
 class AccessLogWriter:
     """Writes the access log of one server."""
 
-    def __init__(self, audit: AuditLog, metrics: Metrics, redact: Redact, acknowledge: Callable[[int], None]):
+    def __init__(
+        self,
+        audit: AuditLog,
+        metrics: Metrics,
+        events: ConnectionEvents,
+        redact: Redact,
+        acknowledge: Callable[[int], None],
+    ):
         self._audit = audit
+        self._events = events
         self._metrics = metrics
         self._redact = redact
         self._acknowledge = acknowledge
@@ -142,16 +151,26 @@ class AccessLogWriter:
                 self._open[number] = await self._audit.begin(await self._entry(item, owner))
             return
         ending = await self._ending(item, owner)
+        entry = await self._entry(item, owner) if ticket is None else ticket.entry
         if ticket is not None:
             later = _later(item, ticket.entry.arguments)
             redacted = await self._redact(owner.context or str(item["sandbox"]), later) if later else later
             del self._open[number]
             ticket.end(replace(ending, arguments=redacted))
         else:
-            self._audit.record(await self._entry(item, owner), ending)
+            self._audit.record(entry, ending)
         seconds = 0.0 if ending.duration_ms is None else ending.duration_ms / 1000
         sizes = ending.bytes_in or 0, ending.bytes_out or 0
         self._metrics.egress_ended(str(item["protocol"]), ending.result, *sizes, seconds)
+        port = item.get("port")
+        self._events.ended(
+            owner.context,
+            str(item["sandbox"]),
+            str(entry.arguments.get("host", "")),
+            port if isinstance(port, int) else None,
+            ending.result,
+            *sizes,
+        )
 
     async def _ending(self, item: Item, owner: AccessOwner) -> Ending:
         ending = _ending(item)

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 
 from carrel.audit import AuditLog
 from carrel.control.egress.client import EgressClient
+from carrel.control.egress.connection_events import ConnectionEvents
 from carrel.control.egress.log import AccessLogWriter, AccessOwner
 from carrel.control.egress.plans import Plans, shut
 from carrel.control.operations.admission import Admission, Redact
@@ -87,6 +88,7 @@ class EgressService(Attachment):
         audit: AuditLog,
         metrics: Metrics,
         *,
+        events: ConnectionEvents,
         redact: Redact,
         ask_wait_s: float,
     ):
@@ -96,7 +98,7 @@ class EgressService(Attachment):
         self._boxes: dict[str, _Attached] = {}
         self._owners: Cache[str, AccessOwner] = Cache(_MOST_KNOWN)
         self._client = EgressClient(run_dir, arguments, on_message=self._receive, on_down=self._process_ended)
-        self._log = AccessLogWriter(audit, metrics, redact, self._acknowledge)
+        self._log = AccessLogWriter(audit, metrics, events, redact, self._acknowledge)
         self._tasks: set[asyncio.Task[None]] = set()
         self._restoring: asyncio.Task[None] | None = None
         self._starting_soon: asyncio.TimerHandle | None = None

@@ -311,6 +311,7 @@ class McpServers:
                 outcome = "timed_out" if TIMED_OUT in answer else "tool_error" if answer.get("isError") else OK
                 size = len(json.dumps(answer))
                 traffic.count_out(size)
+                traffic.told = {"exit": outcome}
                 clean = (await self._redactor(context)).value
                 return await in_thread_if_large(size, clean, answer)
         except BaseException as error:

@@ -75,6 +75,7 @@ class Admission:
                     raise refusal(call.kind, verdict)
                 if call.proxy_verdict is None:
                     ticket = await self._audit.begin(await self._entry(call, verdict, traffic.approval))
+                    traffic.record = ticket.seq or None
                 admitted = True
                 if permit is not None and permit.run is not None:
                     run.set(permit.run)  # marks every request to a supervisor from now on
@@ -91,7 +92,7 @@ class Admission:
         finally:
             seconds = time.monotonic() - began
             if ticket is not None:
-                ticket.end(Ending(outcome, seconds * 1000, traffic.bytes_in, traffic.bytes_out))
+                ticket.end(Ending(outcome, seconds * 1000, traffic.bytes_in, traffic.bytes_out, told=traffic.told))
             if not isinstance(call.caller, OwnWork) and call.proxy_verdict is None:
                 self._metrics.operated(call.kind, call.name, outcome, seconds)
             if permit is not None:
@@ -134,4 +135,5 @@ class Admission:
             approval=approval,
             request=cast("str | None", shown["request"]),
             agent=None if box is None else box.record.agent,
+            sandbox=call.sandbox_id or None,
         )

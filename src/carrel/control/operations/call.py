@@ -60,15 +60,18 @@ class Call:
 class Traffic:
     """Bytes that an operation put into a sandbox or workspace, and bytes that it took out; None for none.
 
-    Counted before secrets are removed. `approval` is the approval that the operation runs under.
+    Counted before secrets are removed. `approval` is the approval that the operation runs under, `record` its number in
+    the audit log, and `told` what only its event says: how a command ended.
     """
 
-    __slots__ = ("approval", "bytes_in", "bytes_out")
+    __slots__ = ("approval", "bytes_in", "bytes_out", "record", "told")
 
     def __init__(self) -> None:
         self.approval: str | None = None
         self.bytes_in: int | None = None
         self.bytes_out: int | None = None
+        self.record: int | None = None
+        self.told: Mapping[str, object] = {}
 
     def count_in(self, size: int) -> None:
         self.bytes_in = size if self.bytes_in is None else self.bytes_in + size

@@ -26,6 +26,8 @@ from carrel.control.operations.checks import (
     require_id,
     size_of,
 )
+from carrel.control.operations.command_ends import CommandEnds
+from carrel.control.operations.happened import told_of
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.owners import STATELESS
@@ -75,7 +77,10 @@ class TemplateImageBuilds(Protocol):
 class SandboxOperations(ABC, Generic[C]):
     """The operations on running sandboxes, for one kind of caller."""
 
-    def __init__(self, sessions: Sessions, admission: Admission, secrets: SecretValues, longest: Longest):
+    def __init__(
+        self, sessions: Sessions, admission: Admission, secrets: SecretValues, longest: Longest, ends: CommandEnds
+    ):
+        self._ends = ends
         self._sessions = sessions
         self._longest = longest
         self._redactor = secrets.redactor
@@ -187,7 +192,9 @@ class SandboxOperations(ABC, Generic[C]):
             body, _ = command_body(request, default, attached=attached)
             if request.stdin is not None:
                 traffic.count_in(size_of(request.stdin))
-            return await self._clean_info(box, await box.connection.start_command(body))
+            info = await box.connection.start_command(body)
+            self.started(caller, box, traffic, op.START_COMMAND, info)
+            return await self._clean_info(box, info)
 
     async def list_commands(self, caller: C, name: str) -> CommandList:
         async with self.enter(caller, name, op.LIST_COMMANDS, {}) as (box, _):
@@ -261,6 +268,7 @@ class SandboxOperations(ABC, Generic[C]):
             result = await box.connection.execute(body, timeout)
             size = size_of(result.output) + size_of(result.stderr)
             traffic.count_out(size)
+            traffic.told = told_of(result)
             clean = (await self._redactor(box.record.owner)).value
             changes = await in_thread_if_large(size, clean, {"output": result.output, "stderr": result.stderr})
             return result.model_copy(update=changes)
@@ -334,11 +342,18 @@ class SandboxOperations(ABC, Generic[C]):
         info.oom_killed = await for_memory(box, info)
         return clean_info(await self._redactor(box.record.owner), info)
 
+    def started(self, caller: C, box: LiveSandbox, traffic: Traffic, operation: Operation, info: CommandInfo) -> None:
+        """Let the event log know a command in the background, and later its end."""
+        traffic.told = {"command_id": info.id}
+        if isinstance(caller, Caller) and operation.event is not None:
+            self._ends.watch_command(box, operation.event, info.id, traffic.record)
+
     async def conclude(self, box: LiveSandbox, traffic: Traffic, result: R) -> R:
         """Count the bytes of a result and remove secrets from it."""
         size = size_of(result.stdout, result.stdout_base64) + size_of(result.stderr, result.stderr_base64)
         traffic.count_out(size)
         result.oom_killed = await for_memory(box, result)
+        traffic.told = told_of(result)
         return await in_thread_if_large(size, clean_result, await self._redactor(box.record.owner), result)
 
 
@@ -351,10 +366,11 @@ class Operations(SandboxOperations[Caller]):
         admission: Admission,
         secrets: SecretValues,
         longest: Longest,
+        ends: CommandEnds,
         packages: PackageBuilds,
         images: TemplateImageBuilds,
     ):
-        super().__init__(sessions, admission, secrets, longest)
+        super().__init__(sessions, admission, secrets, longest, ends)
         self._packages = packages
         self._images = images
 

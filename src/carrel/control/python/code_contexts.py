@@ -16,6 +16,8 @@ from functools import partial
 from carrel.control.governance.redaction import clean_info, in_thread_if_large
 from carrel.control.operations.caller import Caller
 from carrel.control.operations.checks import deadline_of, require_id, size_of
+from carrel.control.operations.command_ends import CommandEnds
+from carrel.control.operations.happened import LATER, told_of
 from carrel.control.operations.operations import Operations
 from carrel.control.python.calls import NamesEnvironment, Redactors
 from carrel.control.sessions.live import LiveSandbox
@@ -26,6 +28,7 @@ from carrel.control.supervisor.streaming import stream_output
 from carrel.errors import InvalidRequest
 from carrel.models import CellError, CellRequest, CellResult, CodeContextInfo, CodeContextList, CommandInfo, RichResult
 from carrel.models import operations as op
+from carrel.models.events import EventKind
 from carrel.redaction.redact import Redactor
 from carrel.store.code_contexts import CodeContextStore
 
@@ -47,9 +50,15 @@ class CodeContextOperations:
     """The code contexts of sandboxes."""
 
     def __init__(
-        self, operations: Operations, redactor: Redactors, environment: FindEnvironment, store: CodeContextStore
+        self,
+        operations: Operations,
+        redactor: Redactors,
+        environment: FindEnvironment,
+        store: CodeContextStore,
+        ends: CommandEnds,
     ):
         self._operations = operations
+        self._ends = ends
         self._redactor = redactor
         self._environment = environment
         self._store = store
@@ -61,14 +70,23 @@ class CodeContextOperations:
             body, env = await self._body(caller, box, context, request)
             result, size = await box.connection.run_cell(context, body)
             await self._remember(box, context, env)
-            return await self._shown(box, result, size, traffic.count_out)
+            shown = await self._shown(box, result, size, traffic.count_out)
+            traffic.told = told_of(shown)
+            return shown
 
     async def start_cell(self, caller: Caller, name: str, context: str, request: CellRequest) -> CommandInfo:
         """Put a cell into the queue; its id is for `cell_output` and `get_cell`."""
         _checked(context)
-        async with self._operations.enter(caller, name, op.RUN_CELL, _asked(context, request)) as (box, _):
+        async with self._operations.enter(caller, name, op.RUN_CELL, _asked(context, request)) as (
+            box,
+            traffic,
+        ):
             body, env = await self._body(caller, box, context, request)
             info = await box.connection.start_cell(context, body)
+            traffic.told = LATER
+            what: dict[str, object] = {"context": context, "cell_id": info.id, "record": traffic.record}
+            end = partial(box.connection.cell_end, context, info.id)
+            self._ends.watch(box, EventKind.PYTHON_STARTED, what, end)
             await self._remember(box, context, env)
             return clean_info(await self._redactor(box.record.owner), info)
 

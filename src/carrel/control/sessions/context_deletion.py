@@ -14,6 +14,7 @@ from carrel.control.sessions.sessions import Sessions
 from carrel.control.workspaces.filespace_files import FilespaceFiles
 from carrel.control.workspaces.workspaces import Workspaces
 from carrel.errors import NotFound
+from carrel.events import EventLog
 from carrel.models.operations import FORGET_CONTEXT
 from carrel.store import SessionStore
 
@@ -31,7 +32,9 @@ class ContextDeletion:
         changes: PolicyChanges,
         secrets: SecretService,
         files: FilespaceFiles,
+        events: EventLog,
     ):
+        self._events = events
         self._sessions = sessions
         self._operations = operations
         self._workspaces = workspaces
@@ -52,6 +55,7 @@ class ContextDeletion:
                 )
             await self._sessions.delete(caller, context_id, "forgotten")
             await self._files.erase(context_id)
+            await self._events.forget(context_id)
             await self._changes.delete(context_id)  # last: its rules hold until everything else is gone
 
     async def _known(self, context_id: str) -> bool:

@@ -13,6 +13,7 @@ from pydantic import Field, ValidationError
 
 from carrel.control.operations.checks import GRACE, Emptied, check, checked_result, json_object, query_of, result_size
 from carrel.control.supervisor.connection import Json, SupervisorConnection, SupervisorDownload
+from carrel.control.supervisor.frames import FrameReader
 from carrel.errors import NotFound, SandboxLost
 from carrel.models import (
     MAX_OUTPUT_BYTES,
@@ -38,6 +39,8 @@ START_PYTHON_S = 90.0
 """How long an interpreter may take to start: it may import large packages."""
 START_MCP_S = 60.0
 SEND_S = 45.0
+_BEYOND = 10**15
+"""An offset that no output reaches."""
 INPUT_S = 86_400.0
 """How long a command may take to read its input."""
 LARGEST_RESULT = result_size(MAX_OUTPUT_BYTES)
@@ -88,6 +91,10 @@ class SupervisorClient(SupervisorConnection):
     async def command_output(self, command_id: str, offset: int, *, follow: bool) -> SupervisorDownload:
         """Stream the output of a command as frames."""
         return await self._output(f"/commands/{command_id}", offset, follow=follow)
+
+    async def command_end(self, command_id: str) -> CommandInfo:
+        """Wait until a command has ended. Its output is not sent."""
+        return await self._end(await self.command_output(command_id, _BEYOND, follow=True))
 
     async def send_input(self, command_id: str, data: bytes, *, close: bool) -> None:
         """Write to the standard input of a command. Waits for as long as the command does not read it."""
@@ -169,6 +176,10 @@ class SupervisorClient(SupervisorConnection):
     async def cell_output(self, context: str, cell_id: str, offset: int, *, follow: bool) -> SupervisorDownload:
         """Stream the output of a cell as frames."""
         return await self._output(f"/contexts/{context}/cells/{cell_id}", offset, follow=follow)
+
+    async def cell_end(self, context: str, cell_id: str) -> CommandInfo:
+        """Wait until a cell has ended. Its output is not sent."""
+        return await self._end(await self.cell_output(context, cell_id, _BEYOND, follow=True))
 
     async def list_code_contexts(self) -> CodeContextList:
         return check(CodeContextList, await self._json("GET", "/contexts", limit=LIST))
@@ -254,6 +265,17 @@ class SupervisorClient(SupervisorConnection):
         return check(
             CommandInfo, json_object(await self.request("POST", path, body, deadline=deadline, max_bytes=SMALL))
         )
+
+    async def _end(self, frames: SupervisorDownload) -> CommandInfo:
+        reader = FrameReader()
+        try:
+            async for data in frames:
+                for chunk in reader.feed(data):
+                    if chunk.stream == "end":
+                        return check(CommandInfo, json_object(chunk.data))
+        finally:
+            frames.close()
+        raise SandboxLost("the sandbox ended the output in the middle")
 
     async def _output(self, path: str, offset: int, *, follow: bool) -> SupervisorDownload:
         query = query_of(offset=offset, follow=follow)

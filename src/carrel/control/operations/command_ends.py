@@ -1,0 +1,94 @@
+"""Writes the event that a command in the background has ended, also after a restart of the server.
+
+Its start has passed admission; its end is known only to the supervisor, which is asked to say it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+
+from carrel.audit import AuditLog
+from carrel.control.operations.happened import ENDS, told_of
+from carrel.control.sessions.live import LiveSandbox
+from carrel.control.supervisor.memory import for_memory
+from carrel.errors import CarrelError
+from carrel.events import EventLog
+from carrel.models import CommandInfo
+from carrel.models.events import EventFilter, EventKind
+from carrel.primitives import tasks
+
+log = logging.getLogger("carrel.events")
+
+_CLOSING_S = 1.0
+
+
+class CommandEnds:
+    """The commands in the background of one server."""
+
+    def __init__(self, events: EventLog, audit: AuditLog):
+        self._events = events
+        self._audit = audit
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def watch(
+        self, box: LiveSandbox, started: EventKind, what: dict[str, object], end: Callable[[], Awaitable[CommandInfo]]
+    ) -> None:
+        """Write the event when `end` returns; `what` names the command in it."""
+        task = asyncio.get_running_loop().create_task(self._wait(box, ENDS[started], what, end))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def watch_command(self, box: LiveSandbox, started: EventKind, command_id: str, record: int | None) -> None:
+        """Watch a command of the sandbox by its id."""
+        what: dict[str, object] = {"command_id": command_id, "record": record}
+        self.watch(box, started, what, lambda: box.connection.command_end(command_id))
+
+    async def adopt(self, box: LiveSandbox) -> None:
+        """Watch the commands that were started before this server: those whose start is in the log, and no end."""
+        record = box.record
+        kinds = frozenset({*ENDS, *ENDS.values(), EventKind.SESSION})
+        # Without the session: the audit log does not know it when it ends what a killed server left open.
+        session_id = record.id if record.context_id is None else None
+        wanted = EventFilter(context_id=record.context_id, session_id=session_id, kinds=kinds)
+        open_ones: dict[object, tuple[EventKind, Mapping[str, object]]] = {}
+        async for page in self._events.follow(wanted, 0, until=await self._events.settled()):
+            for event in page.events:
+                kind, body = EventKind(event.kind), json.loads(event.body)
+                if kind is EventKind.SESSION:  # another sandbox, and the commands of the one before are gone
+                    open_ones.clear()
+                elif kind in ENDS:
+                    open_ones[body.get("record")] = (kind, body)
+                else:
+                    open_ones.pop(body.get("record"), None)
+        for number, (kind, body) in open_ones.items():
+            if isinstance(command_id := body.get("command_id"), str):
+                self.watch_command(box, kind, command_id, number if isinstance(number, int) else None)
+            else:  # a cell: its id is not known any more
+                values = {"record": number, "exit": "unknown"}
+                self._events.add([self._events.draft(ENDS[kind], record.context_id, record.id, values)])
+
+    async def close(self) -> None:
+        """Stop watching, once the ends of commands that ended with their sandboxes are written."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSING_S)
+        await tasks.cancel(list(self._tasks))
+
+    async def _wait(
+        self, box: LiveSandbox, kind: EventKind, what: dict[str, object], end: Callable[[], Awaitable[CommandInfo]]
+    ) -> None:
+        values = dict(what)
+        try:
+            info = await end()
+            info.oom_killed = await for_memory(box, info)
+            values |= told_of(info) | {"duration_ms": info.duration_ms, "bytes_out": info.output_bytes}
+        except CarrelError:  # the sandbox has ended, or forgot the command
+            values["exit"] = "gone"
+        values |= what
+        try:
+            await self._audit.flush()  # the event of its start comes with a record, and comes first
+            self._events.add([self._events.draft(kind, box.record.context_id, box.record.id, values)])
+        except CarrelError as error:
+            log.warning("the end of a command in %s is not in the event log: %s", box.record.id, error)
