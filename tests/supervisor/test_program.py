@@ -6,12 +6,13 @@ What it does with them is tested in sandboxes (see `tests/providers/test_bundle.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -86,17 +87,19 @@ async def test_a_supervisor_that_was_killed_while_it_waited_is_noticed(started: 
 
 def test_facts_are_bounded() -> None:
     ours, theirs = socket.socketpair()
+
+    def send() -> None:
+        with suppress(OSError):  # the other side is closed once that is too much
+            theirs.sendall(b" " * (MOST_FACTS + 2))
+
     with ours, theirs:
-        if os.fork() == 0:
-            ours.close()
-            try:
-                theirs.sendall(b" " * (MOST_FACTS + 2))
-            finally:
-                os._exit(0)
-        theirs.close()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 60, 0))
+        sending = threading.Thread(target=send)
+        sending.start()
         with pytest.raises(ValueError, match="more than"):
             program.receive_facts(ours)
-    os.wait()
+        ours.close()
+        sending.join()
 
 
 async def test_too_many_facts_are_not_sent() -> None:

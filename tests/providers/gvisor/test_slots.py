@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -39,7 +41,7 @@ STEPS: list[tuple[object, str]] = [
     (Stagers, "start"),
     (provider, "waiting_supervisor"),
     (provider, "_pid"),
-    (groups, "gofer"),
+    (provider, "_gofer"),
     (late_mounts.Sandbox, "mount"),
     (late_masks, "cover"),
     (WaitingSupervisor, "begin"),
@@ -164,23 +166,20 @@ def test_sandboxes_with_equal_slots_differ_in_nothing_that_is_fixed(place: Path)
         assert slot != gvisor.slot_for(launch(place, **fixed))
 
 
-def in_a_server_that_dies(place: Path, after: tuple[object, str] | None) -> Handle | None:
+def in_a_server_that_dies(place: Path, after: int | None) -> Handle | None:
     """Start and claim a slot in another process, which is killed after a step; return the handle if there is one."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        if after is not None:
-            _die_after(*after)
-        try:
-            os.write(writer, json.dumps(asyncio.run(_start(place))).encode())
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as told:
-        words = told.read()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    return json.loads(words) if words else None
+    words = [sys.executable, "-m", __name__, str(place), "" if after is None else str(after)]
+    process = subprocess.run(words, stdout=subprocess.PIPE, cwd=Path(__file__).parents[3], timeout=120, check=False)
+    assert process.returncode == -signal.SIGKILL
+    return json.loads(process.stdout) if process.stdout else None
+
+
+def main(place: str, after: str) -> None:
+    """The program of that process."""
+    if after:
+        _die_after(*STEPS[int(after)])
+    os.write(1, json.dumps(asyncio.run(_start(Path(place)))).encode())
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 async def _start(place: Path) -> Handle:
@@ -228,7 +227,8 @@ def test_a_sandbox_from_a_slot_outlives_its_server(place: Path) -> None:
 
 def test_nothing_is_left_of_a_server_that_is_killed_at_a_step(place: Path, request: pytest.FixtureRequest) -> None:
     """The steps are chosen at random, with a seed; with `--on-gvisor` all are tried."""
-    chosen = STEPS if request.config.getoption("--on-gvisor") else random.Random(7).sample(STEPS, 3)
+    steps = range(len(STEPS))
+    chosen = steps if request.config.getoption("--on-gvisor") else random.Random(7).sample(steps, 3)
 
     async def recover(index: int) -> None:
         if index < _UNTIL_CLAIMED:  # nobody has claimed it: it ends by itself
@@ -241,7 +241,11 @@ def test_nothing_is_left_of_a_server_that_is_killed_at_a_step(place: Path, reque
 
     for step in chosen:
         assert in_a_server_that_dies(place, step) is None
-        asyncio.run(recover(STEPS.index(step)))
+        asyncio.run(recover(step))
         assert mounts(place) == []
         assert os.listdir(place / "run/gvisor") == []
         assert sorted(os.listdir(place / "ws")) == [".env", "a.pem", "keep", "note"]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
