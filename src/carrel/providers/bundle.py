@@ -33,7 +33,8 @@ FORMAT = 2
 """Changes when a bundle of the same files would be made in another way."""
 DEADLINE_S = 300.0
 _ROOT, _SOURCES, _LOCK, _DRAFT = "root", "sources.json", ".lock", "draft-"
-_START = "import bundle_modules; bundle_modules.run('carrel.supervisor.program')"
+_START = "__import__('bundle_modules').run('{}')"
+"""Has no space: in a virtual machine it is a word of the kernel's command line."""
 _INTERPRETER, _LIBRARIES, _LOADER = "bin/python3", "lib", "lib/ld.so"
 _PRELOADED = b"/etc/ld.so.preload\0"
 _NOT_PRELOADED = f"{BUNDLE}/none".encode().ljust(len(_PRELOADED), b"\0")
@@ -86,16 +87,19 @@ def command(report: str) -> list[str]:
     """Return the command of PID 1 in a sandbox that has the bundle. `report` is the path there of the socket that it
     connects to for its facts.
     """
-    return [
-        *(f"{BUNDLE}/{_LOADER}", "--inhibit-cache", "--library-path", f"{BUNDLE}/{_LIBRARIES}"),
-        *(f"{BUNDLE}/{_INTERPRETER}", "-I", "-S", "-X", "utf8", "-c", _START, report),
-    ]
+    return [*_run("carrel.supervisor.program"), report]
 
 
 def machine_command(arguments: Sequence[str]) -> list[str]:
     """Return the command of PID 1 of a virtual machine, whose first file system has the bundle."""
-    interpreter = command("")[:-2]
-    return [*interpreter, "carrel.isolation.machine.guest", *arguments]
+    return [*_run("carrel.isolation.machine.guest"), *arguments]
+
+
+def _run(module: str) -> list[str]:
+    return [
+        *(f"{BUNDLE}/{_LOADER}", "--inhibit-cache", "--library-path", f"{BUNDLE}/{_LIBRARIES}"),
+        *(f"{BUNDLE}/{_INTERPRETER}", "-I", "-S", "-X", "utf8", "-c", _START.format(module)),
+    ]
 
 
 def bundles_of(data_dir: str) -> str:

@@ -13,7 +13,6 @@ import resource
 import signal
 import socket
 import stat
-import sys
 import time
 from collections.abc import Sequence
 
@@ -213,7 +212,3 @@ def _off() -> None:
     while True:
         libc.call("reboot", _RESTART)
         time.sleep(1)
-
-
-if __name__ == "__main__":
-    main(sys.argv)
