@@ -352,6 +352,10 @@ def test_deepagents_extra_makes_an_agent(install: Install, tmp_path: Path) -> No
     install("deepagents").run(USE_DEEPAGENTS, data=tmp_path)
 
 
+def test_nats_extra_has_its_client(install: Install, tmp_path: Path) -> None:
+    install("nats").run("import nats.js", data=tmp_path)
+
+
 @pytest.mark.parametrize("version", [version for version in VERSIONS if version != OWN])
 def test_server_and_client_on_another_python(install: Install, version: str) -> None:
     with served(install("server", version)) as data:

@@ -128,6 +128,7 @@ def describe(version: str) -> dict[str, Any]:
     from fastapi.openapi.utils import get_openapi
 
     from carrel.api import mcp_servers, stateless
+    from carrel.models.events import EventInfo
     from carrel.models.images import ImageEvent
 
     declared = [route for route in _routes_of(resources()) if isinstance(route, OperationRoute)]
@@ -145,7 +146,14 @@ def describe(version: str) -> dict[str, Any]:
     for route in declared:
         if route.parses is not None:
             add(route.parses, "validation")
-    for model in (problems.Problem, commands.EVENT_MODEL, mcp_servers.CALL_MODEL, stateless.CALL_MODEL, ImageEvent):
+    for model in (
+        problems.Problem,
+        commands.EVENT_MODEL,
+        mcp_servers.CALL_MODEL,
+        stateless.CALL_MODEL,
+        ImageEvent,
+        EventInfo,
+    ):
         add(model, "serialization")
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)

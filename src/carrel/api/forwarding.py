@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from carrel.api.problems import MOVED_HEADER
 from carrel.api.socket_relay import SocketRelay, with_first_message
+from carrel.control.http_wire import MAX_PROBLEM, HttpWire
 from carrel.control.nodes.passes import (
     ADMINISTRATOR,
     ANYONE,
@@ -40,7 +41,6 @@ from carrel.identity import ROOT, Identity, Tokens
 from carrel.metrics import Metrics
 from carrel.models.operations import DEPLOY_OR_RESUME, TABLE, ForwardedOperation
 from carrel.primitives import tasks
-from carrel.primitives.http_wire import MAX_PROBLEM, HttpWire
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
+from carrel.control.http_wire import HttpWire
 from carrel.control.nodes.registry import Nodes
 from carrel.errors import LimitExceeded, NodeUnreachable, PlatformError
-from carrel.primitives.http_wire import HttpWire
 from carrel.store.nodes import NodeRecord
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from typing import Any
 
+from carrel.control.http_wire import MAX_PROBLEM, HttpWire
 from carrel.errors import CarrelError, LimitExceeded, SandboxLost, from_problem
-from carrel.primitives.http_wire import MAX_PROBLEM, HttpWire
 
 Json = dict[str, Any]
 
