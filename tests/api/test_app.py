@@ -140,8 +140,8 @@ async def test_no_route_and_no_method(http: httpx.AsyncClient, contract: Contrac
 async def test_every_operation_on_an_ended_sandbox(http: httpx.AsyncClient, box: str, contract: Contract) -> None:
     assert (await http.post(f"{box}/terminate")).status_code == 200
     for method, path, operation in contract.operations():
-        # Snapshots are of the workspace, which outlives its sandbox.
-        of_workspace = {"get_sandbox", "get_usage", "stop", "terminate"} | {
+        # Snapshots and events are of the workspace, which outlives its sandbox.
+        of_workspace = {"get_sandbox", "get_usage", "stop", "terminate", "stream_context"} | {
             each["operationId"] for _, _, each in contract.operations() if each["tags"] == ["snapshots"]
         }
         if "{id}" in path and operation["operationId"] not in of_workspace:
