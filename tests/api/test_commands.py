@@ -98,6 +98,18 @@ async def test_a_terminal_is_resized_and_a_pipe_is_not(http: httpx.AsyncClient, 
     assert answer.status_code in {400, 409} and answer.json()["detail"]
 
 
+async def test_an_interactive_command_has_a_terminal(http: httpx.AsyncClient, box: str) -> None:
+    body = {"command": "test -t 0 && test -t 1 && test -t 2 && stty size", "interactive": True}
+    result = (await http.post(f"{box}/commands", json=body)).json()
+    assert (result["stdout"], result["exit_code"]) == ("24 80\r\n", 0)
+    typed = {"command": "read name; echo hello $name; cat", "interactive": True, "stdin": "you\nmore", "timeout": 30}
+    result = (await http.post(f"{box}/commands", json=typed | {"terminal": {"rows": 5, "cols": 40}})).json()
+    assert result["exit_code"] == 0 and "hello you" in result["stdout"] and result["stdout"].endswith("more")
+    asks = {"command": "cat; sleep 999", "interactive": True, "timeout": 2, "output_limit": 0}
+    result = (await http.post(f"{box}/commands", json=asks | {"stdin": "x" * 10})).json()
+    assert result["timed_out"] and result["truncated"] and result["stdout"] == ""
+
+
 async def test_execute(http: httpx.AsyncClient, box: str) -> None:
     code = "cat in >&2; echo hi > output/o; cat output/o"
     answer = (await http.post(f"{box}/execute", json={"code": code, "files": {"in": "dGhlcmU="}})).json()
@@ -115,7 +127,7 @@ BAD: list[tuple[str, str, Sent, int, str]] = [
     ("POST", "/execute", {"json": {"code": "1", "language": "python", "timeout": 0}}, 400, "timeout"),
     ("POST", "/commands", {"content": b'{"command": "x", "timeout": NaN}'}, 400, "timeout"),
     ("POST", "/commands", {"json": {"command": "x", "time_out": 1}}, 400, "time_out"),
-    ("POST", "/commands", {"json": {"command": "x", "interactive": True}}, 400, "interactive"),
+    ("POST", "/commands", {"json": {"command": "x", "interactive": "maybe"}}, 400, "interactive"),
     ("POST", "/commands", {"json": {"command": "x", "cwd": "../.."}}, 400, "cwd"),
     ("POST", "/commands", {"json": {"command": "x"}, "params": {"wait": "1"}}, 400, "wait"),
     ("POST", "/commands", {"content": b"{"}, 400, "body"),
@@ -180,7 +192,7 @@ bodies = st.fixed_dictionaries(
         "stdin": st.text(max_size=20) | junk,
         "output_limit": st.integers(-1, 5) | junk,
         "terminal": st.just({"rows": 5}) | junk,
-        "interactive": st.just(False) | junk,
+        "interactive": st.booleans() | junk,
     },
 )
 

@@ -103,6 +103,12 @@ async def test_no_refusal_shows_it(
     assert SECRET not in caplog.text
 
 
+async def test_no_terminal_shows_it(agent: httpx.AsyncClient) -> None:
+    body = {"command": "cat", "stdin": f"{SECRET}\n", "interactive": True}
+    answer = await agent.post(f"{AT}/commands", json=body)
+    assert answer.json()["stdout"].count(SHOWN) == 2, "its echo, and what `cat` wrote"
+
+
 async def test_no_approval_shows_it(
     agent: httpx.AsyncClient, known: Known, heard: tuple[str, list[str]], server: RunningServer
 ) -> None:

@@ -21,6 +21,13 @@ def test_run_gives_both_streams_and_the_exit_code(box: Sandbox) -> None:
     assert box.commands.run('echo "$COLOUR"', env={"COLOUR": "blue"}).stdout == "blue\n"
 
 
+def test_an_interactive_command_has_a_terminal(box: Sandbox) -> None:
+    result = box.commands.run("stty size; cat", stdin="typed\n", interactive=True, terminal=(7, 50))
+    assert result.stdout.startswith("7 50\r\n") or result.stdout.startswith("typed\r\n7 50\r\n")
+    assert result.stdout.endswith("typed\r\n") and result.ok and not result.stderr
+    assert "not a tty" in box.commands.run("tty").stdout
+
+
 def test_bytes_that_are_not_text_are_exact(box: Sandbox) -> None:
     result = box.commands.run(r"printf '\377\000\nz'")
     assert result.stdout_bytes == b"\xff\x00\nz"

@@ -36,6 +36,17 @@ async def test_a_writer_is_told_when_the_program_ends(supervisor: Supervisor) ->
     assert [result["stdout"] for result in results] == ["on\n"] * 3
 
 
+async def test_input_of_a_terminal_is_typed_and_ended(supervisor: Supervisor) -> None:
+    size = {"rows": 24, "cols": 80}
+    lines = "".join(f"{number:05}\n" for number in range(20_000))  # more than a terminal holds
+    result = await supervisor.run("stty -echo; wc -l", terminal=size, stdin=lines)
+    assert result["exit_code"] == 0 and result["stdout"].endswith("20000\r\n")
+    assert (await supervisor.run("stty -echo; cat", terminal=size, stdin="no end"))["stdout"].endswith("no end")
+    assert (await supervisor.run("cat", terminal=size, stdin=""))["exit_code"] == 0
+    unread = await supervisor.run("true", terminal=size, stdin="x\n" * 100_000)
+    assert unread["exit_code"] == 0
+
+
 async def test_stdin_of_a_command_without_one_is_refused(supervisor: Supervisor) -> None:
     name = await supervisor.start("sleep 60")
     assert (await supervisor.refused("POST", f"/commands/{name}/stdin", b"x"))["code"] == "not_running"

@@ -41,10 +41,17 @@ class CommandRequest(Request):
         description="seconds until the whole process tree is killed; 0 or null: no deadline; `default`: the sandbox's "
         "`limits.timeout_s`. If left out: 0 for a command in the background, else `default`",
     )
-    stdin: Stdin | None = Field(default=None, description="text for standard input, which is then closed")
+    stdin: Stdin | None = Field(
+        default=None,
+        description="text for standard input, which is then closed; on a terminal it is typed, and then Ctrl-D",
+    )
     output_limit: int = Field(default=DEFAULT_OUTPUT_BYTES, ge=0, le=MAX_OUTPUT_BYTES)
     terminal: TerminalSize | None = Field(default=None, description="run under a PTY of this size")
-    interactive: bool = Field(default=False, description="keep stdin open for `send_input`; implies background")
+    interactive: bool = Field(
+        default=False,
+        description="in the background or as a stream: keep standard input open for `send_input`. Run to its end: give "
+        "the command a terminal, in which `stdin` is typed, followed by Ctrl-D",
+    )
     id: OwnId | None = Field(
         default=None, description="an id that the caller chooses; a second command with it is refused"
     )

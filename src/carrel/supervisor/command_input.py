@@ -7,9 +7,13 @@ import fcntl
 import os
 import struct
 import termios
+from contextlib import suppress
 
 from carrel.errors import InvalidRequest, NotRunning
 from carrel.supervisor.command import SupervisedCommand
+
+_END_OF_FILE = b"\x04"
+"""The key Ctrl-D."""
 
 
 async def send(command: SupervisedCommand, data: bytes) -> None:
@@ -32,6 +36,14 @@ async def send(command: SupervisedCommand, data: bytes) -> None:
                 raise NotRunning(f"command {command.id} ended before it read all of its input") from None
         except OSError:
             raise NotRunning(f"command {command.id} no longer reads its input") from None
+
+
+async def type_all(command: SupervisedCommand, data: bytes) -> None:
+    """Type something into the terminal of a command, and then its end."""
+    whole_lines = not data or data.endswith(b"\n")  # within a line, the first end only passes the line on
+    async with command.input_lock:
+        with suppress(NotRunning):  # it ended before it had read everything, as with a pipe
+            await send(command, data + _END_OF_FILE * (1 if whole_lines else 2))
 
 
 async def _writable(command: SupervisedCommand, descriptor: int) -> None:

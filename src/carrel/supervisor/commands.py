@@ -225,6 +225,8 @@ class Commands:
             os.set_blocking(command.terminal_fd, False)
             command_input.resize(command, *order.terminal)
             self._read_from(command, command.terminal_fd, STDOUT)
+            if order.stdin is not None:
+                self._in_background(command_input.type_all(command, order.stdin))
             return None
         if order.stdin is not None:
             given = memory_file(order.stdin)

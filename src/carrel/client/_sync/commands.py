@@ -185,6 +185,8 @@ class Commands:
         stdin: str | None = None,
         output_limit: int | None = None,
         check: bool = False,
+        interactive: bool = False,
+        terminal: tuple[int, int] | None = None,
     ) -> CommandResult:
         """Run a command and wait for its result. With `check` a non-zero exit raises `CommandFailed`.
 
@@ -192,8 +194,20 @@ class Commands:
             print(result.exit_code, result.stdout)
 
         The command is killed after `timeout` seconds: by default the timeout of the sandbox; None or 0 is no timeout.
+
+        With `interactive` the command has a terminal, of `terminal` (rows, columns) or 24 × 80: `stdin` is typed into
+        it, then Ctrl-D. What the terminal shows is `stdout`.
         """
-        body = _body(command, cwd=cwd, env=env, timeout=run_timeout(timeout), stdin=stdin, output_limit=output_limit)
+        body = _body(
+            command,
+            cwd=cwd,
+            env=env,
+            timeout=run_timeout(timeout),
+            stdin=stdin,
+            output_limit=output_limit,
+            interactive=interactive,
+            terminal=terminal,
+        )
         result = self._connection.post(CommandResult, self._path, body, deadline=answer_limit(timeout))
         return checked(result) if check else result
 

@@ -15,7 +15,7 @@ from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from carrel.errors import InvalidPath, InvalidRequest, SandboxLost
-from carrel.models import CommandRequest, CommandResult
+from carrel.models import CommandRequest, CommandResult, TerminalSize
 from carrel.models.operations import SMALL
 
 GRACE = 15.0
@@ -41,6 +41,13 @@ def asked(request: CommandRequest) -> dict[str, object]:
     """Return everything that policy decides of a command."""
     return request.model_dump(
         include={"command", "cwd", "env", "stdin", "interactive", "timeout"}, exclude_defaults=True
+    )
+
+
+def on_terminal(request: CommandRequest) -> CommandRequest:
+    """Return an interactive command that runs to its end: on a terminal, with its input typed and then ended."""
+    return request.model_copy(
+        update={"terminal": request.terminal or TerminalSize(), "stdin": request.stdin or "", "interactive": False}
     )
 
 

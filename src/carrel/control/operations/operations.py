@@ -23,6 +23,7 @@ from carrel.control.operations.checks import (
     checked_path,
     command_body,
     deadline_of,
+    on_terminal,
     require_id,
     size_of,
 )
@@ -159,13 +160,12 @@ class SandboxOperations(ABC, Generic[C]):
     # commands
 
     async def run_command(self, caller: C, name: str, request: CommandRequest) -> CommandResult:
-        if request.interactive:
-            raise InvalidRequest(
-                "an interactive command runs in the background", field="interactive", hint="start it, then send input"
-            )
+        """Run a command to its end. An interactive one has a terminal, in which nobody types more than `stdin`."""
         async with self.enter(caller, name, op.RUN_COMMAND, asked(request)) as (box, traffic):
             await self._wait_for_packages(box)
-            body, timeout = command_body(request, box.record.limits.timeout_s)
+            body, timeout = command_body(
+                on_terminal(request) if request.interactive else request, box.record.limits.timeout_s
+            )
             if request.stdin is not None:
                 traffic.count_in(size_of(request.stdin))
             result = await box.connection.run_command(body, timeout, request.output_limit)
