@@ -76,8 +76,8 @@ class HttpServer(uvicorn.Server):
 
 
 class SharedListener:
-    """Accepts connections from a socket that other processes accept from too, one at a time. `defers` tells whether this
-    process has more connections than another, which then goes first.
+    """Accepts connections from a socket that other processes accept from too, one at a time. `defers` tells whether
+    this process has more connections than another, which then goes first.
     """
 
     def __init__(self, listener: socket.socket, server: HttpServer, defers: Callable[[], bool]):

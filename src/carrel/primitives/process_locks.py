@@ -75,7 +75,7 @@ class ProcessLocks:
     async def _held(self, key: Hashable) -> AsyncIterator[None]:
         async with self._here.of(key):
             lock, backoff = self._lock(key), Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
-            while not lock.take(wait=False):
+            while not lock.take(wait=False):  # noqa: ASYNC110 - the kernel tells nobody that another process released it
                 await asyncio.sleep(backoff.next_pause())
             try:
                 yield

@@ -71,9 +71,8 @@ def note_table(
     connection: Connection, cursor: sqlite3.Cursor, _statement: str, _values: object, context: Any, _many: bool
 ) -> None:
     """Remember the table that a statement changed: `Database` reports it once the transaction is committed."""
-    if context.isinsert or context.isupdate or context.isdelete:
-        if cursor.rowcount:
-            connection.info.setdefault(_CHANGED, set()).add(context.compiled.statement.table.name)
+    if (context.isinsert or context.isupdate or context.isdelete) and cursor.rowcount:
+        connection.info.setdefault(_CHANGED, set()).add(context.compiled.statement.table.name)
 
 
 def _never_wait(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:

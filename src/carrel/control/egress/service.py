@@ -36,8 +36,8 @@ from carrel.policy.verdict import Verdict
 from carrel.primitives.backoff import Backoff
 from carrel.primitives.cache import Cache
 from carrel.primitives.channel import ChannelClosed, Message
-from carrel.primitives.tasks import cancel
 from carrel.primitives.process_locks import LocksOf
+from carrel.primitives.tasks import cancel
 from carrel.store import SessionRecord, SessionStore
 
 log = logging.getLogger("carrel.egress")

@@ -89,7 +89,8 @@ def _only_on_its_machine(url: str) -> bool:
 class Nodes:
     """This server among the servers on its database. `join` when it takes requests, `leave` before it ends.
 
-    `worker` is this process. `shared`: the database may have other servers. Else nothing is written, and there is only this one.
+    `worker` is this process. `shared`: the database may have other servers. Else nothing is written, and there is only
+    this one.
     """
 
     def __init__(

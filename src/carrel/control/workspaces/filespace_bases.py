@@ -14,7 +14,9 @@ from carrel.workspaces.layout import encode
 
 
 class FilespaceBases:
-    """The files of one server in `directory`, which is made. The constructor blocks. `alone`: no other process uses them."""
+    """The files of one server in `directory`, which is made. `alone`: no other process uses them. The constructor
+    blocks.
+    """
 
     def __init__(self, directory: str, *, alone: bool):
         self._directory = directory

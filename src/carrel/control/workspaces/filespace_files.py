@@ -75,7 +75,9 @@ class _Entries:
 
 
 class FilespaceFiles(Attachment):
-    """The filespaces of every context, for their workspaces. `spool` is a directory for files in transfer, which `alone` empties."""
+    """The filespaces of every context, for their workspaces. `spool` is a directory for files in transfer; a process
+    that is `alone` empties it.
+    """
 
     def __init__(
         self,

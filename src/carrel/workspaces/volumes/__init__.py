@@ -34,7 +34,9 @@ def open_driver(
     first: bool = True,
     last: bool = True,
 ) -> VolumeDriver:
-    """Open the wanted driver. `first`: no other process uses the volumes yet; `last`: none does after `close`. `auto` keeps the driver that was used before, and else prefers btrfs where it works. The
+    """Open the wanted driver. `first`: no other process uses the volumes yet; `last`: none does after `close`.
+
+    `auto` keeps the driver that was used before, and else prefers btrfs where it works. The
     sizes, first and largest, are for a pool of btrfs.
     """
     used_directories = os.path.isdir(os.path.join(root, "packs"))
