@@ -145,7 +145,7 @@ async def test_a_change_is_known_to_the_other_worker_at_once(
         headers = {"authorization": f"Bearer {made['token']}"}
         for each in workers:
             assert (await each.get("/v1/sandboxes", headers=headers)).status_code == 200
-        assert (await workers[turn % 2].delete(f"/v1/tokens/{made['info']['id']}")).status_code in {200, 204}
+        assert (await workers[turn % 2].delete(f"/v1/tokens/{made['id']}")).status_code in {200, 204}
         for each in workers:
             assert (await each.get("/v1/sandboxes", headers=headers)).status_code == 401
 
@@ -153,9 +153,7 @@ async def test_a_change_is_known_to_the_other_worker_at_once(
 async def test_a_revoked_token_ends_streams_of_both_workers(
     server: ServerWithWorkers, workers: list[httpx.AsyncClient]
 ) -> None:
-    made = (
-        await workers[0].post("/v1/tokens", json={"name": "watcher", "kind": "person", "scopes": ["read"]})
-    ).json()
+    made = (await workers[0].post("/v1/tokens", json={"name": "watcher", "kind": "person", "scopes": ["read"]})).json()
     headers = {"authorization": f"Bearer {made['token']}"}
 
     async def watch(client: httpx.AsyncClient, open_: asyncio.Event) -> None:
@@ -170,7 +168,7 @@ async def test_a_revoked_token_ends_streams_of_both_workers(
     watching = [asyncio.create_task(watch(*pair)) for pair in zip(workers, opened, strict=True)]
     for each in opened:
         await each.wait()
-    await workers[0].delete(f"/v1/tokens/{made['info']['id']}")
+    await workers[0].delete(f"/v1/tokens/{made['id']}")
     async with asyncio.timeout(10):
         await asyncio.gather(*watching)
 
@@ -181,7 +179,8 @@ async def test_an_approval_is_decided_at_the_other_worker(
     context = "asks"
     assert (await workers[0].put(f"/v1/contexts/{context}/policy", json={"settings": POLICY})).status_code == 200
     box = await started(workers[1], context)
-    made = await workers[0].post("/v1/tokens", json={"name": "bot", "kind": "agent", "scopes": ["operate"]})
+    grant = {"name": "bot", "kind": "agent", "scopes": ["operate"], "contexts": [context]}
+    made = await workers[0].post("/v1/tokens", json=grant)
     headers = {"authorization": f"Bearer {made.json()['token']}", "carrel-wait": "30"}
     asking = asyncio.create_task(workers[0].post(f"{box}/commands", json={"command": "uname"}, headers=headers))
 
@@ -218,8 +217,8 @@ async def test_events_of_both_workers_come_in_order_and_without_a_gap(workers: l
                     event = json.loads(line[6:])
                     if event.get("kind") == "log":
                         ready.set()
-                        into.append((event["id"], event["data"]["message"]))
-                        if event["data"]["message"] == "end":
+                        into.append((event["id"], event["body"]["message"]))
+                        if event["body"]["message"] == "end":
                             return
 
     ready = [asyncio.Event() for _ in workers]
