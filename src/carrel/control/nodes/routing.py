@@ -44,8 +44,7 @@ class Routing:
         """Return where a session or context is. `forwarded`: another server believes that it is here. `readable`: its
         record is enough for the answer, so a silent owner is not needed.
 
-        Raises `NodeUnreachable` while a silent server has its lease, or if the owner answers but nothing can be forwarded
-        to it.
+        Raises `NodeUnreachable` while a silent server has its lease, and if nothing can be forwarded to the owner.
         """
         known = self._owners.get(name)
         if known is not None and not forwarded and await self._nodes.find(known) is not None:
