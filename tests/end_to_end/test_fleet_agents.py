@@ -105,11 +105,14 @@ async def test_a_conversation_begun_on_one_server_approved_on_another_finished_o
         await place.person["b"].approvals.approve(waits.approval)
         assert (await place.owner["b"].find(place.context)).node == "first"
         await asyncio.to_thread(place.fleet.stop, "first")
-        async with open_checkpointer(place.checkpoints) as two, graph_of(model, checkpointer=two.saver) as graph:
-            async with two.running(place.context):
-                known = await graph.aget_state(thread)
-                workspace = Workspace(place.agent["c"], place.context)
-                done = await graph.ainvoke(resumed_with(known, "look"), thread, context=workspace)
+        async with (
+            open_checkpointer(place.checkpoints) as two,
+            graph_of(model, checkpointer=two.saver) as graph,
+            two.running(place.context),
+        ):
+            known = await graph.aget_state(thread)
+            workspace = Workspace(place.agent["c"], place.context)
+            done = await graph.ainvoke(resumed_with(known, "look"), thread, context=workspace)
         assert done["messages"][-1].text == "done: 3 results"
     assert (await place.owner["b"].find(place.context)).node in ALL
     assert await lines_of(place.owner["b"], place.context, "ran") == ["one", "two"]

@@ -40,21 +40,20 @@ class Balancer:
         relay.add_done_callback(self._relays.discard)
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Relay until the server closes; when the client closes, the server is told, and may still answer."""
+        server = await self._connected()
+        if server is None:
+            writer.transport.abort()
+            return
+        there = self._loop.create_task(_copy(reader, server[1]))
         try:
-            server = await self._connected()
-            if server is None:
-                return
-            back = self._loop.create_task(_copy(server[0], writer))
-            try:
-                await _copy(reader, server[1])
-                await back
-            finally:
-                back.cancel()
-                server[1].transport.abort()
-        except OSError:
-            pass
+            await _copy(server[0], writer)
+            writer.close()
         finally:
-            writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+            there.cancel()
+            server[1].transport.abort()
+            if not writer.is_closing():
+                writer.transport.abort()
 
     async def _connected(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
         """Connect to the server whose turn it is, or to the next one that accepts."""
@@ -87,9 +86,9 @@ class Balancer:
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy until one side ends; the other is told that nothing more comes."""
-    while data := await reader.read(_PIECE):
-        writer.write(data)
-        await writer.drain()
-    if writer.can_write_eof():
+    """Copy until one side has sent everything, and tell the other."""
+    with suppress(OSError):
+        while data := await reader.read(_PIECE):
+            writer.write(data)
+            await writer.drain()
         writer.write_eof()
