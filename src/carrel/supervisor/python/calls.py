@@ -81,7 +81,7 @@ class Python:
             return json_response((await self.start(body, live=True)).info(), 201)
         async with self._produced.watching(given) as look:
             command = await self.start(body)
-            await asyncio.shield(command.finished)
+            await command.wait()
         return json_response({**result_of(command), "files_produced": look.found, "files_truncated": look.truncated})
 
     async def _have(self, request: HttpRequest) -> HttpResponse:
