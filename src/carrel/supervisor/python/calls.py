@@ -5,7 +5,6 @@ Knows the paths of interpreters. The control plane has decided before which one 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from collections.abc import Callable
