@@ -24,6 +24,7 @@ async def get_metrics(request: Request, plane: Plane) -> Response:
     """In the text format of Prometheus, or as OpenMetrics if the Accept header asks for it. Needs a token. The workers
     of a server are counted together.
     """
+    await plane.resources.measure()
     others: WorkerMetrics | None = request.app.state.worker_metrics
     texts = await others.of_others() if others is not None and PASS not in request.scope else []
     body, media_type = await asyncio.to_thread(plane.metrics.render, request.headers.get("accept", ""), texts)
