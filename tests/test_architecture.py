@@ -29,6 +29,7 @@ ALLOWED = {
     "egress": BASE | {"policy", "models", "metrics", "redaction", "isolation", "threads"},
     "control": BASE | KINDS | {"threads", "models", "policy", "config", "isolation", "providers", "egress", "images"},
     "connections": BASE,
+    "workers": BASE | {"control"},
     "api": BASE | {"control", "events", "models", "metrics", "identity", "audit", "connections"},
     "client": BASE | {"models"},
     "logging": BASE | {"client"},
