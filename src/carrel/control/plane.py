@@ -278,7 +278,7 @@ class ControlPlane:
         )
         self.mcp_declarations = declarations = McpDeclarations(mcp_store, links)
         most = settings.max_sandboxes
-        capacity = Capacity(worker.share(most), live, of_server=most)
+        capacity = Capacity(most, live, worker)
         sizes = PoolSizes(settings.pool, templates, worker.share)
         self._slots = slots = Slots(
             settings.pool, providers, sizes, capacity, metrics, events, host.images, host.still_means, worker
