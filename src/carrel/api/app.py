@@ -62,6 +62,7 @@ def create_app(
         max_body=plane.settings.max_body,
         hosts=hosts,
         forwarding=forwarding,
+        tracing=plane.tracing,
     )
 
 

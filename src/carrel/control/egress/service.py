@@ -37,6 +37,7 @@ from carrel.primitives.cache import Cache
 from carrel.primitives.channel import ChannelClosed, Message
 from carrel.primitives.tasks import cancel
 from carrel.store import SessionRecord
+from carrel.tracing import Tracing
 
 log = logging.getLogger("carrel.egress")
 
@@ -89,6 +90,7 @@ class EgressService(Attachment):
         metrics: Metrics,
         *,
         events: ConnectionEvents,
+        tracing: Tracing | None,
         redact: Redact,
         ask_wait_s: float,
     ):
@@ -98,7 +100,7 @@ class EgressService(Attachment):
         self._boxes: dict[str, _Attached] = {}
         self._owners: Cache[str, AccessOwner] = Cache(_MOST_KNOWN)
         self._client = EgressClient(run_dir, arguments, on_message=self._receive, on_down=self._process_ended)
-        self._log = AccessLogWriter(audit, metrics, events, redact, self._acknowledge)
+        self._log = AccessLogWriter(audit, metrics, events, redact, self._acknowledge, tracing)
         self._tasks: set[asyncio.Task[None]] = set()
         self._restoring: asyncio.Task[None] | None = None
         self._starting_soon: asyncio.TimerHandle | None = None
