@@ -260,7 +260,9 @@ class ControlPlane:
         )
         declarations = McpDeclarations(mcp_store, links)
         capacity, sizes = Capacity(settings.max_sandboxes, live), PoolSizes(settings.pool, templates)
-        self._slots = slots = Slots(settings.pool, providers, sizes, capacity, metrics, host.images, host.still_means)
+        self._slots = slots = Slots(
+            settings.pool, providers, sizes, capacity, metrics, events, host.images, host.still_means
+        )
         self.pools = Pools(settings.pool, slots, sizes, templates, providers, admission)
         self.images = images = Images(
             settings.images,
