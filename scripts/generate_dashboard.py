@@ -17,8 +17,8 @@ class Panel(NamedTuple):
     queries: tuple[tuple[str, str], ...]
 
 
-def _quantiles(metric: str, label: str, where: str = "") -> tuple[tuple[str, str], ...]:
-    chosen = f"{{{where + ',' if where else ''}$where}}"
+def _quantiles(metric: str, label: str, *, everywhere: bool = False) -> tuple[tuple[str, str], ...]:
+    chosen = "" if everywhere else "{$where}"
     return tuple(
         (
             f"histogram_quantile({share}, sum by (le, {label}) (rate({metric}_bucket{chosen}[$window])))",
@@ -161,6 +161,32 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
             Panel("Archive", "s", _quantiles("carrel_archive_seconds", "outcome")),
             Panel("Sync with filespaces", "s", _quantiles("carrel_sync_seconds", "direction")),
             Panel("Pulls of images", "s", _quantiles("carrel_image_pull_seconds", "outcome")),
+        ),
+    ),
+    (
+        "Models of `carrel agent`",
+        (
+            Panel(
+                "Requests, per second",
+                "ops",
+                (
+                    (
+                        "sum by (model, outcome) (rate(carrel_llm_requests_total[$window]))",
+                        "{{model}} {{outcome}}",
+                    ),
+                ),
+            ),
+            Panel("Latency", "s", _quantiles("carrel_llm_latency_seconds", "model", everywhere=True)),
+            Panel(
+                "Tokens, per second",
+                "short",
+                (
+                    (
+                        "sum by (model, direction) (rate(carrel_llm_tokens_total[$window]))",
+                        "{{model}} {{direction}}",
+                    ),
+                ),
+            ),
         ),
     ),
     (

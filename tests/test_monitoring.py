@@ -17,6 +17,7 @@ from prometheus_client.metrics_core import Metric
 
 from carrel.control.operations.happened import told_of
 from carrel.errors import BY_CODE
+from carrel.integrations.langgraph.metrics import ModelMetrics
 from carrel.metrics import DECLARATIONS, EXITS, MetricDeclaration, Metrics
 from carrel.models import CommandResult, State
 from carrel.models.operations import TABLE
@@ -67,6 +68,11 @@ def declared() -> dict[str, set[str]]:
 
     for each in DECLARATIONS:
         take(each)
+    models = ModelMetrics()
+    models.answered("model", 1.0, "ok", 1, 1)
+    for family in models.registry.collect():
+        for sample in family.samples:
+            found[sample.name] = set(sample.labels) | OF_PROMETHEUS
     families: list[Metric] = [each for each in Metrics().families() if each.name.startswith("carrel_process_")]
     assert families
     for family in families:

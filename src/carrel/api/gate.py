@@ -135,7 +135,7 @@ class Gate:
             caller = scope[CALLER] = _caller(identity, headers)
             if self._tracing is not None and scope["path"] not in UNTRACED:
                 facts = {"method": scope.get("method"), "actor": identity.subject, "request": caller.request_id}
-                traced = self._tracing.request(scope["type"], caller.trace, facts)
+                traced = self._tracing.request(scope.get("method") or scope["type"], caller.trace, facts)
                 current.set(traced)
             if opened is not None and self._streams(scope):
                 opened.stays_open(task.cancel)
