@@ -245,7 +245,7 @@ def record(message: str) -> dict[str, object]:
     return {"context_id": "both", "records": [{"message": message}]}
 
 
-async def test_a_packet_of_environments_secrets_and_policies_is_seen_by_both(
+async def test_a_secret_put_at_one_worker_is_delivered_to_a_sandbox_of_the_other(
     workers: list[httpx.AsyncClient],
 ) -> None:
     box = await started(workers[0], "secretive")
@@ -406,14 +406,13 @@ async def test_a_killed_server_is_taken_over_with_another_number_of_workers(carr
                     pids = psutil.Process(server.process.pid).children()
                     os.kill(server.process.pid, signal.SIGKILL)
                     server.process.wait(30)
-                    _, alive = psutil.wait_procs([each for each in pids if each.name() != "zygote"], 0.1)
-                    await until(lambda pids=pids: not any(is_worker(each) for each in pids), what="the workers' end")
+                    await until(lambda pids=pids: not any(is_running(each) for each in pids), what="the workers' end")
                     os.unlink(os.path.join(path, "server.json"))
     finally:
         shutil.rmtree(path)
 
 
-def is_worker(process: psutil.Process) -> bool:
+def is_running(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -427,7 +426,7 @@ def test_nothing_is_left_behind(carrel_forks: None) -> None:
             for number in range(4):
                 httpx.post(f"{server.url}/v1/sandboxes", json={"context_id": f"c{number}"}, headers=headers, timeout=60)
             children = psutil.Process(server.process.pid).children(recursive=True)
-        assert not any(is_worker(each) for each in children)
+        assert not any(is_running(each) for each in children)
         assert not (Path(path) / "server.json").exists()
         assert os.listdir(os.path.join(path, "run")) == []
     finally:
@@ -438,8 +437,10 @@ def test_a_worker_that_cannot_start_ends_the_server_with_its_reason(carrel_forks
     path = tempfile.mkdtemp(prefix="carrel-w-")
     Path(path, "carrel.db").write_bytes(b"this is not a database, however long it is" * 100)
     try:
-        with pytest.raises(pytest.fail.Exception, match="cannot be used"):
-            with server_with_workers(load({"data_dir": path, "port": 0}, environ={}), 2):
-                pass
+        with (
+            pytest.raises(pytest.fail.Exception, match="cannot be used"),
+            server_with_workers(load({"data_dir": path, "port": 0}, environ={}), 2),
+        ):
+            pass
     finally:
         shutil.rmtree(path)

@@ -332,7 +332,7 @@ def make_bundle(settings: Settings) -> SupervisorBundle:
 
 
 def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None = None) -> Rekeyed:
-    """Change the key of the secrets. Raises `Conflict` while a server uses this data directory."""
+    """SharedChange the key of the secrets. Raises `Conflict` while a server uses this data directory."""
     from carrel.control.secrets.rekeying import rekey as change
 
     try:
@@ -502,7 +502,7 @@ async def _work(
     """Run one worker until SIGTERM."""
     from carrel.api.serving import SharedListener
     from carrel.control.nodes.registry import UNIX
-    from carrel.control.nodes.workers import Change, Worker
+    from carrel.control.nodes.workers import SharedChange, Worker
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
@@ -530,7 +530,7 @@ async def _work(
         table.beat(index)
         table.set_ready(index, True)
         stack.callback(table.set_ready, index, False)
-        worker.announce(Change.NODES)
+        worker.announce(SharedChange.NODES)
         shared = SharedListener(listener, server, lambda: server.open_connections > table.least_connections())
         stack.callback(shared.close)
         await stop.wait()

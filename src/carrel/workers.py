@@ -42,7 +42,7 @@ Work = Callable[[int, bool], None]
 
 
 @dataclass(slots=True)
-class _Place:
+class _WorkerPlace:
     """A worker, or the gap until the next one is started in its place."""
 
     index: int
@@ -62,9 +62,9 @@ class Leader:
     def __init__(self, table: WorkerTable, work: Work):
         self._table = table
         self._work = work
-        self._places = [_Place(index) for index in range(table.workers)]
+        self._places = [_WorkerPlace(index) for index in range(table.workers)]
         self._ending = False
-        self._alone: _Place | None = None
+        self._alone: _WorkerPlace | None = None
         """The worker that was started while no other ran, until it takes requests: others wait for it."""
         self._turned = time.monotonic()
         self._patient_until = 0.0
@@ -90,7 +90,7 @@ class Leader:
             self._end()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
-    def _start_and_wait(self, places: list[_Place]) -> None:
+    def _start_and_wait(self, places: list[_WorkerPlace]) -> None:
         for place in places:
             self._start(place)
         while not self._ending and not all(self._table.is_ready(place.index) for place in places):
@@ -99,7 +99,7 @@ class Leader:
                 if not place.pid:
                     raise self._why(place)
 
-    def _start(self, place: _Place) -> None:
+    def _start(self, place: _WorkerPlace) -> None:
         alone = not any(each.pid for each in self._places)
         self._table.set_ready(place.index, False)
         place.report, write_end = os.pipe2(os.O_CLOEXEC)
@@ -138,7 +138,7 @@ class Leader:
             logging.shutdown()
             os._exit(status)
 
-    def _why(self, place: _Place) -> CarrelError:
+    def _why(self, place: _WorkerPlace) -> CarrelError:
         """Return why a worker could not be started."""
         with suppress(OSError, ValueError, TypeError, KeyError):
             return from_problem(json.loads(os.read(place.report, _MOST_REPORT)))
@@ -161,7 +161,7 @@ class Leader:
         if self._alone is not None and (not self._alone.pid or self._table.is_ready(self._alone.index)):
             self._alone = None
 
-    def _died(self, place: _Place) -> None:
+    def _died(self, place: _WorkerPlace) -> None:
         self._table.set_ready(place.index, False)
         lived, place.pid = time.monotonic() - place.began, 0
         if self._ending:

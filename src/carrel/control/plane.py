@@ -38,7 +38,7 @@ from carrel.control.nodes.passes import Passes
 from carrel.control.nodes.peers import Peers
 from carrel.control.nodes.registry import Nodes, beat_every
 from carrel.control.nodes.routing import Routing
-from carrel.control.nodes.workers import Change, OtherWorkers, Worker
+from carrel.control.nodes.workers import OtherWorkers, SharedChange, Worker
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.command_ends import CommandEnds
 from carrel.control.operations.happened import events_of
@@ -533,13 +533,13 @@ class ControlPlane:
         return OtherWorkers(
             worker,
             {
-                Change.TOKENS: tokens,
-                Change.POLICIES: policies,
-                Change.SECRETS: self._secret_files.catch_up,
-                Change.ENVIRONMENTS: self.environments.read_again,
-                Change.APPROVALS: approvals,
-                Change.MCP_SERVERS: mcp_servers,
-                Change.NODES: self.nodes.beat,
+                SharedChange.TOKENS: tokens,
+                SharedChange.POLICIES: policies,
+                SharedChange.SECRETS: self._secret_files.catch_up,
+                SharedChange.ENVIRONMENTS: self.environments.read_again,
+                SharedChange.APPROVALS: approvals,
+                SharedChange.MCP_SERVERS: mcp_servers,
+                SharedChange.NODES: self.nodes.beat,
             },
         )
 

@@ -29,7 +29,7 @@ RETURNS_WITHIN_S = 5.0
 _POLL_S = 0.01
 
 
-class Change(IntEnum):
+class SharedChange(IntEnum):
     """What a worker changed in the database, so that others must not trust what they remember."""
 
     TOKENS = 0
@@ -41,16 +41,16 @@ class Change(IntEnum):
     NODES = 6
 
 
-TABLES: Mapping[str, Change] = {
-    "tokens": Change.TOKENS,
-    "policies": Change.POLICIES,
-    "secrets": Change.SECRETS,
-    "former_secrets": Change.SECRETS,
-    "environments": Change.ENVIRONMENTS,
-    "environment_labels": Change.ENVIRONMENTS,
-    "environment_uses": Change.ENVIRONMENTS,
-    "approvals": Change.APPROVALS,
-    "mcp_servers": Change.MCP_SERVERS,
+TABLES: Mapping[str, SharedChange] = {
+    "tokens": SharedChange.TOKENS,
+    "policies": SharedChange.POLICIES,
+    "secrets": SharedChange.SECRETS,
+    "former_secrets": SharedChange.SECRETS,
+    "environments": SharedChange.ENVIRONMENTS,
+    "environment_labels": SharedChange.ENVIRONMENTS,
+    "environment_uses": SharedChange.ENVIRONMENTS,
+    "approvals": SharedChange.APPROVALS,
+    "mcp_servers": SharedChange.MCP_SERVERS,
 }
 """The changes that a write to a table is announced as."""
 
@@ -72,21 +72,23 @@ class WorkerTable:
         self.workers = workers
         self._numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE * 4)).cast("q")
         # The numbers of one field lie side by side: `changes` compares them with one copy.
-        self._changes_end = len(Change) * workers
+        self._changes_end = len(SharedChange) * workers
 
     def changes(self) -> bytes:
         """Return the counts of all changes; they differ after any change."""
         return self._numbers[: self._changes_end].tobytes()
 
-    def change(self, what: Change, worker: int) -> None:
+    def change(self, what: SharedChange, worker: int) -> None:
         """Count a change that a worker made and that is committed."""
         self._numbers[what * self.workers + worker] += 1
 
-    def changed(self, before: bytes, now: bytes) -> set[Change]:
+    def changed(self, before: bytes, now: bytes) -> set[SharedChange]:
         """Return what differs between two values of `changes`."""
         size = self.workers * 8
         return {
-            what for what in Change if before[what * size : (what + 1) * size] != now[what * size : (what + 1) * size]
+            what
+            for what in SharedChange
+            if before[what * size : (what + 1) * size] != now[what * size : (what + 1) * size]
         }
 
     def is_ready(self, worker: int) -> bool:
@@ -206,7 +208,7 @@ class Worker:
             await asyncio.sleep(_POLL_S)
         return bool(answers)
 
-    def announce(self, what: Change) -> None:
+    def announce(self, what: SharedChange) -> None:
         """Tell the other workers of a change that is committed."""
         if self.table is not None:
             self.table.change(what, self.index)
@@ -235,7 +237,7 @@ class OtherWorkers:
     before it, so that a client may send each request to another worker.
     """
 
-    def __init__(self, worker: Worker, catch_up: Mapping[Change, CatchUp]):
+    def __init__(self, worker: Worker, catch_up: Mapping[SharedChange, CatchUp]):
         assert worker.table is not None
         self._table = worker.table
         self._catch_up = catch_up
