@@ -74,6 +74,7 @@ BENCHMARKS = {
         Benchmark("a2a", "a task of the A2A agent beside the same command by the SDK"),
         Benchmark("mcp", "a call of a hosted MCP server's tool beside the same server over pipes"),
         Benchmark("events", "the event log: appending, 200 readers of one context"),
+        Benchmark("traces", "a command without traces and with them"),
         Benchmark("audit", "appending to the audit log, searching a million records, verifying"),
         Benchmark("here_start", "what `carrel here` adds to the start of a program"),
         Benchmark("here_many", "`carrel here` on a folder of 100,000 files: first start, later ones, checkpoints"),

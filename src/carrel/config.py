@@ -218,6 +218,19 @@ class MetricsSettings(_Group):
     )
 
 
+class TracingSettings(_Group):
+    """Traces for an OpenTelemetry collector."""
+
+    enabled: bool = Field(
+        default=False,
+        description="send traces (extra `otel`); where to say the variables of OpenTelemetry, such as "
+        "`OTEL_EXPORTER_OTLP_ENDPOINT`",
+    )
+    commands: bool = Field(
+        default=False, description="put the text of commands into traces, without the secrets of their context"
+    )
+
+
 class EventSettings(_Group):
     """The event log."""
 
@@ -544,6 +557,7 @@ class Settings(_Group):
     audit: AuditSettings = Field(default_factory=AuditSettings)
     events: EventSettings = Field(default_factory=EventSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
+    tracing: TracingSettings = Field(default_factory=TracingSettings)
     egress: EgressSettings = Field(default_factory=EgressSettings)
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
     images: ImageSettings = Field(default_factory=ImageSettings)

@@ -67,6 +67,7 @@ def create_app(
         max_body=plane.settings.max_body,
         hosts=hosts,
         forwarding=forwarding,
+        tracing=plane.tracing,
         others=plane.others,
     )
 

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from carrel import __version__
 from carrel.audit import AuditLog, SigningKey
 from carrel.config import ApprovalSettings, Settings
 from carrel.control.egress.connection_events import MINUTE_S, ConnectionEvents
@@ -110,6 +111,7 @@ from carrel.store.nodes import NodeStore
 from carrel.store.policies import PolicyStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.store.tokens import TokenStore
+from carrel.tracing import Tracing
 from carrel.workspaces.archive import Archive
 from carrel.workspaces.checkpoints import CheckpointStore
 from carrel.workspaces.folder_rules import IGNORED
@@ -163,6 +165,7 @@ class ControlPlane:
         self.node = node = worker.name
         lock_of: LocksOf = KeyedLocks().of if locks is None else locks.of
         self.metrics = metrics = Metrics()
+        self.tracing = tracing = _tracing(settings, node)
         self._database = database
         self.store = store = SessionStore(database)
         self.live = live = LiveSandboxes()
@@ -247,6 +250,7 @@ class ControlPlane:
             audit,
             metrics,
             events=connection_events,
+            tracing=tracing,
             redact=values.clean,
             store=store,
             locks=lock_of,
@@ -625,6 +629,8 @@ class ControlPlane:
             if self._bus is not None:
                 await self._bus.close()
             await self.events.close()
+            if self.tracing is not None:
+                await self.tracing.close()
             await self._host.close()
             await self._database.close()
             if self._locks is not None:
@@ -638,6 +644,14 @@ def _bus(settings: Settings, events: EventLog, deliveries: EventStore, node: str
 
     url, keep_s = settings.bus.get_secret_value(), settings.events.keep_days * DAY_S
     return NatsBus(url, events, deliveries, node, keep_s=keep_s)
+
+
+def _tracing(settings: Settings, node: str) -> Tracing | None:
+    if not settings.tracing.enabled:
+        return None
+    from carrel.tracing.otel import OpenTelemetry
+
+    return OpenTelemetry(node, __version__, commands=settings.tracing.commands)
 
 
 def _webhook(settings: ApprovalSettings) -> Webhook | None:

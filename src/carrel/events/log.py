@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
@@ -215,7 +215,7 @@ class EventLog:
                 except Exception as error:
                     self._failed(batch, error)
                     if self._closing:
-                        self._queue.clear()
+                        self._give_up()
                     await asyncio.sleep(backoff.next_pause())
                 else:
                     backoff.reset()
@@ -242,7 +242,22 @@ class EventLog:
         again = [group for group in batch if group.stored is None]
         self._queue.extendleft(reversed(again))
         self._size += sum(len(group.drafts) for group in again)
-        for group in batch:
+        self._refuse(batch)
+
+    def _give_up(self) -> None:
+        """Drop what waits: the server ends, and the database is away."""
+        left = [*self._queue]
+        self._queue.clear()
+        self._size = 0
+        self._refuse(left)
+        lost = sum(len(group.drafts) for group in left if group.stored is None)
+        if lost:
+            log.warning("%d events are lost: the server ends, and they cannot be written", lost)
+
+    @staticmethod
+    def _refuse(groups: Iterable[_Append]) -> None:
+        """Tell those who wait that their events are not stored."""
+        for group in groups:
             if group.stored is not None and not group.stored.done():
                 problem = PlatformError("the event log cannot be written", hint="ask again later")
                 group.stored.set_exception(problem)
@@ -272,28 +287,33 @@ class EventLog:
         The first page comes at once and says the position, and with `beat_s` an empty page comes when nothing happened
         for that time. With `until` it ends when everything up to that id was read.
         """
+        loop = asyncio.get_running_loop()
         with self._reading():
             tail = await self._following()
             position = tail.last if after is None else after
-            if position > tail.last:  # the id is of another database, or of one that was restored
-                yield Page((), tail.last, tail.last)
-                position = tail.last
-            first = True
+            # A reader that comes from another server may have seen more than this one has in memory. If it has seen
+            # more than there is, its id is of another database, or of one that was restored.
+            if position > tail.last and position > (last := await self._store.last()):
+                yield Page((), last, last)
+                position = last
+            first, told = True, loop.time()
             while not self._closing:
                 tail = self._tail or tail
                 grown = tail.grown()
                 page = await self._page(tail, wanted, position)
                 position = page.position
-                if first or page.events or page.missing is not None:
-                    first = False
+                due = beat_s is not None and loop.time() - told >= beat_s  # others are busy, and nothing is for it
+                if first or due or page.events or page.missing is not None:
+                    first, told = False, loop.time()
                     yield page
                 if until is not None and position >= until:
                     return
                 if position >= tail.last and self._tail is tail:
                     try:
-                        async with asyncio.timeout(beat_s):
+                        async with asyncio.timeout_at(None if beat_s is None else told + beat_s):
                             await grown.wait()
                     except TimeoutError:
+                        told = loop.time()
                         yield Page((), position)
 
     async def _page(self, tail: Tail, wanted: EventFilter, position: int) -> Page:

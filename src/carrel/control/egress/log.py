@@ -23,6 +23,7 @@ from carrel.errors import CarrelError
 from carrel.metrics import Metrics
 from carrel.primitives.cache import Cache
 from carrel.primitives.tasks import cancel
+from carrel.tracing import Tracing
 
 log = logging.getLogger("carrel.egress")
 
@@ -58,6 +59,7 @@ class AccessLogWriter:
         events: ConnectionEvents,
         redact: Redact,
         acknowledge: Callable[[int], None],
+        tracing: Tracing | None,
         find_owner: Callable[[str], Awaitable[AccessOwner]],
     ):
         """`find_owner` is asked for the owners of sandboxes that this process does not know."""
@@ -67,6 +69,7 @@ class AccessLogWriter:
         self._metrics = metrics
         self._redact = redact
         self._acknowledge = acknowledge
+        self._tracing = tracing
         self._batches: asyncio.Queue[_Batch | None] = asyncio.Queue()
         self._open: dict[int, Ticket] = {}
         # By number and beginning, because a proxy that found no journal counts from 1 again.
@@ -167,6 +170,8 @@ class AccessLogWriter:
         seconds = 0.0 if ending.duration_ms is None else ending.duration_ms / 1000
         sizes = ending.bytes_in or 0, ending.bytes_out or 0
         self._metrics.egress_ended(str(item["protocol"]), ending.result, *sizes, seconds, template=owner.template)
+        if self._tracing is not None:
+            self._trace(item, entry, ending, owner)
         port = item.get("port")
         self._events.ended(
             owner.context,
@@ -176,6 +181,22 @@ class AccessLogWriter:
             ending.result,
             *sizes,
         )
+
+    def _trace(self, item: Item, entry: AuditEntry, ending: Ending, owner: AccessOwner) -> None:
+        assert self._tracing is not None
+        began, ended, port = item["began"], item["ended"], item.get("port")
+        assert isinstance(began, int | float)
+        assert isinstance(ended, int | float)
+        facts: dict[str, str | int | None] = {
+            "context": owner.context,
+            "host": _text(entry.arguments.get("host")),
+            "port": port if isinstance(port, int) else None,
+            "protocol": str(item["protocol"]),
+            "outcome": ending.result,
+            "bytes_in": ending.bytes_in,
+            "bytes_out": ending.bytes_out,
+        }
+        self._tracing.connection(str(item["sandbox"]), began, ended, facts)
 
     async def _ending(self, item: Item, owner: AccessOwner) -> Ending:
         ending = _ending(item)

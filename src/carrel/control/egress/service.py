@@ -39,6 +39,7 @@ from carrel.primitives.channel import ChannelClosed, Message
 from carrel.primitives.process_locks import LocksOf
 from carrel.primitives.tasks import cancel
 from carrel.store import SessionRecord, SessionStore
+from carrel.tracing import Tracing
 
 log = logging.getLogger("carrel.egress")
 
@@ -91,6 +92,7 @@ class EgressService(Attachment):
         metrics: Metrics,
         *,
         events: ConnectionEvents,
+        tracing: Tracing | None,
         redact: Redact,
         store: SessionStore,
         locks: LocksOf,
@@ -107,7 +109,7 @@ class EgressService(Attachment):
         self._client = EgressClient(
             run_dir, arguments, on_message=self._receive, on_down=self._process_ended, locks=locks, last=last
         )
-        self._log = AccessLogWriter(audit, metrics, events, redact, self._acknowledge, self._find_owner)
+        self._log = AccessLogWriter(audit, metrics, events, redact, self._acknowledge, tracing, self._find_owner)
         self._tasks: set[asyncio.Task[None]] = set()
         self._restoring: asyncio.Task[None] | None = None
         self._starting_soon: asyncio.TimerHandle | None = None
@@ -369,7 +371,7 @@ class EgressService(Attachment):
         record = await self._store.get(sandbox)
         if record is None:
             return AccessOwner()
-        return AccessOwner(record.context_id or record.acts_for or None, record.agent)
+        return AccessOwner(record.context_id or record.acts_for or None, record.agent, record.template)
 
     def _acknowledge(self, upto: int) -> None:
         with suppress(ChannelClosed):

@@ -30,6 +30,7 @@ from carrel.models.events import EventKind
 from carrel.primitives import tasks
 from carrel.providers.base import Handle, Launch, Provider
 from carrel.threads import run_to_end
+from carrel.tracing import span
 
 log = logging.getLogger("carrel.slots")
 
@@ -112,7 +113,7 @@ class Slots:
         """
         fitting = provider.slot_for(launch)
         if fitting is None:
-            return await provider.start(launch)
+            return await self._start_cold(provider, launch)
         kind = SlotKind(provider.name, template, image, digest, fitting)
         pool = None if self._closing else self._table.find(kind)
         if pool is not None:
@@ -125,12 +126,17 @@ class Slots:
         if self._capacity.free < self._table.present:
             self._turn()  # the sandbox needs the room of a slot
         # From here on the only await is the start: a handle that is not returned would be lost.
-        handle = await provider.start(launch)
+        handle = await self._start_cold(provider, launch)
         if pool is None and lasting and not self._closing:
             self._learn(kind)
         else:
             self._turn()
         return handle
+
+    @staticmethod
+    async def _start_cold(provider: Provider, launch: Launch) -> Handle:
+        with span("start", provider=provider.name):
+            return await provider.start(launch)
 
     def _take(self, pool: SlotPool) -> Slot | None:
         was_dry = pool.dry
@@ -150,7 +156,8 @@ class Slots:
         try:
             if not await provider.alive(slot.handle):
                 raise PlatformError("the slot has ended by itself")
-            claimed = await provider.claim(slot.handle, launch)
+            with span("claim", provider=provider.name):
+                claimed = await provider.claim(slot.handle, launch)
         except BaseException as error:
             await self._remove_to_end(provider, slot.handle)
             if not isinstance(error, PlatformError):

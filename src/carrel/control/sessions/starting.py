@@ -30,6 +30,7 @@ from carrel.isolation.cgroups import host_memory_mb
 from carrel.models import SandboxInfo, SandboxRequest, State
 from carrel.providers.base import Handle, Provider
 from carrel.store import SessionRecord, SessionStore
+from carrel.tracing import span
 
 log = logging.getLogger("carrel.starting")
 
@@ -126,7 +127,8 @@ class Starting:
                 await seed(record)
             provided = moved or await self._workspaces.provide(record, previous)
             new = provided.new
-            plan = await self._attachments.prepare(replace(plan, record=record), provided.path)
+            with span("prepare"):
+                plan = await self._attachments.prepare(replace(plan, record=record), provided.path)
             handle = await self._slots.start(
                 provider,
                 launch(
@@ -148,7 +150,8 @@ class Starting:
             box = LiveSandbox(record, provider, handle, provided.path)
             box.leased_until = self._leases.deadline(began)
             box.masks, box.has_secrets, box.trusting = plan.masks, False, plan.trusts_proxy
-            await self._attachments.attach(box)
+            with span("attach"):
+                await self._attachments.attach(box)
             if self.closing:
                 raise PlatformError("the server is shutting down", hint="ask again when it is back")
             notice = provided.notice or plan.notice or record.notice
