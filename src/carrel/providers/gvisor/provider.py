@@ -147,8 +147,7 @@ class GvisorProvider(Provider):
     def _remove_unused_roots(self) -> None:
         """Remove the roots of servers that are gone, and of whose sandboxes none is left."""
         if not os.listdir(self._sandboxes):
-            for name in os.listdir(self._roots):
-                remove_tree(os.path.join(self._roots, name))
+            base_root.remove_unused(self._roots)
 
     async def start(self, launch: Launch) -> Handle:
         self._check(launch)
@@ -352,6 +351,7 @@ class GvisorProvider(Provider):
             await asyncio.gather(self._preparing, return_exceptions=True)
             if not self._preparing.cancelled() and self._preparing.exception() is None:
                 base, _ = self._preparing.result()
+                os.close(base.lock)
                 if not await self.running():
                     await asyncio.to_thread(remove_tree, base.place)
         await self._stagers.close()

@@ -186,9 +186,7 @@ class MicrovmProvider(Provider):
 
     def _remove_unused(self) -> None:
         """Remove what servers that are gone have made, once none of their sandboxes is left."""
-        if not os.listdir(self._sandboxes):
-            for name in os.listdir(self._roots):
-                remove_tree(os.path.join(self._roots, name))
+        if not os.listdir(self._sandboxes) and base_root.remove_unused(self._roots):
             remove_tree(os.path.join(self._run_dir, _INITRAMFS))
 
     async def start(self, launch: Launch) -> Handle:
@@ -316,6 +314,7 @@ class MicrovmProvider(Provider):
             await asyncio.gather(self._preparing, return_exceptions=True)
             if not self._preparing.cancelled() and self._preparing.exception() is None:
                 base = self._preparing.result().base
+                os.close(base.lock)
                 if not await self.running():
                     await asyncio.to_thread(remove_tree, base.place)
         await self._stagers.close()
