@@ -274,6 +274,15 @@ async def test_metrics_are_those_of_the_whole_server(workers: list[httpx.AsyncCl
     assert openmetrics.text.endswith("# EOF\n") and name in openmetrics.text
 
 
+async def test_a_list_has_what_sandboxes_of_both_workers_use(workers: list[httpx.AsyncClient]) -> None:
+    boxes = [await started(client, f"uses-{number}") for number, client in enumerate(workers)]
+    assert [await owner_of(workers, box) for box in boxes] == [0, 1]
+    for client in workers:
+        items = (await client.get("/v1/sandboxes")).json()["items"]
+        found = [each["resources"] for each in items if each["context_id"] in {"uses-0", "uses-1"}]
+        assert len(found) == 2 and all(each["memory_bytes"] > 0 for each in found), found
+
+
 async def test_a_killed_worker_is_replaced_and_its_sandboxes_run_on(
     server: ServerWithWorkers, workers: list[httpx.AsyncClient]
 ) -> None:

@@ -284,5 +284,8 @@ class OtherWorkers:
         """Follow the changes until cancelled, also without requests."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            if self.changed:
-                await self.follow()
+            try:
+                if self.changed:
+                    await self.follow()
+            except Exception:
+                log.exception("changes of other workers cannot be read; it is tried again")
