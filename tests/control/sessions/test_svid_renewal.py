@@ -28,6 +28,7 @@ async def plane(settings: Settings, bundles: Path, tmp_path: Path) -> AsyncItera
     settings = settings.model_copy(
         update={
             "node": "one",
+            "sandbox": settings.sandbox.model_copy(update={"third_party": "remote"}),
             "egress": settings.egress.model_copy(update={"allow_host": True}),
             "spiffe": SpiffeSettings(source="carrel", trust_domain=TRUST_DOMAIN, lifetime_s=LIFETIME_S),
         }
@@ -100,3 +101,17 @@ async def test_svids_are_renewed_under_load(plane: ControlPlane) -> None:
             seen.add(await serial(plane, "a"))
             assert await said(plane, "a", "echo fine") == "fine\n"
     assert await long == "slept\n"
+
+
+async def test_a_fork_and_a_restored_sandbox_get_identities_of_their_own(plane: ControlPlane) -> None:
+    await start(plane, "a")
+    assert await said(plane, "a", "echo one > file") == ""
+    origin, certificate = address(plane, "a").id, await serial(plane, "a")
+    snapshot = await plane.snapshots.take(ADMIN, "a")
+    await plane.snapshots.fork(ADMIN, "a", "fork")
+    assert await said(plane, "fork", "cat file") == "one\n"
+    assert address(plane, "fork").id != origin and await serial(plane, "fork") != certificate
+    await said(plane, "a", "echo two > file")
+    await plane.snapshots.restore(ADMIN, "a", snapshot.id)
+    assert await said(plane, "a", "cat file") == "one\n"
+    assert await serial(plane, "a") != certificate
