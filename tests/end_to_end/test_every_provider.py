@@ -16,6 +16,7 @@ from tests.support.kill_server import Server
 from carrel.isolation import probe
 from carrel.models import State
 from carrel.providers import groups
+from carrel.workspaces.layout import encode
 
 IMAGE = "debian:small"
 WAITS = "echo before; until test -e go; do sleep 0.05; done; echo after; exit 3"
@@ -24,7 +25,7 @@ WAITS = "echo before; until test -e go; do sleep 0.05; done; echo after; exit 3"
 def _here() -> tuple[list[tuple[str, str | None]], dict[str, str]]:
     """The providers of this host, each with the host's root and with an image; and the settings of a server for them."""
     places: list[tuple[str, str | None]] = [("namespace", None), ("namespace", IMAGE)]
-    settings = {"CARREL_POOL_SIZE": "1", "CARREL_POOL_MAX": "4"}
+    settings = {"CARREL_POOL_SIZE": "1", "CARREL_POOL_MAX": "4", "CARREL_LEASE_S": "60"}
     if dockerd.missing() is None:
         places += [("docker", None), ("docker", IMAGE)]
     if (runsc := find_runsc()) is not None:
@@ -97,7 +98,7 @@ async def test_a_killed_server_takes_over_sandboxes_of_every_provider(
 
         assert [name for name, handle in before.items() if list(groups.find(json.loads(handle)["id"]))] == []
         assert daemon is None or daemon.objects() == []
-        await server.silent(set())
+        await server.silent({encode(name, ephemeral=False) for name in names})
     except BaseException as error:
         error.add_note(f"the server said\n{server.tail()}")
         raise

@@ -69,7 +69,6 @@ class StagedProvider(Provider, Generic[Parts]):
         images: str = "",
     ):
         """`bundles` is the directory of the supervisor's bundles; the rest is as for the other providers."""
-        self._run_dir = run_dir
         self._sandboxes = os.path.join(run_dir, self.name)
         self._roots = os.path.join(run_dir, f"{self.name}-roots")
         self._shared = dict(shared)
@@ -148,17 +147,17 @@ class StagedProvider(Provider, Generic[Parts]):
         try:
             os.makedirs(self._sandboxes, 0o700, exist_ok=True)
             os.makedirs(self._roots, 0o700, exist_ok=True)
-            if not os.listdir(self._sandboxes):
-                self._remove_unused()
+            self._remove_unused()
             base = base_root.make(os.path.join(self._roots, secrets.token_hex(8)), self._shared)
         except OSError as error:
             raise PlatformError(f"the root of {self.noun} cannot be made: {error}") from error
         return StagedParts(base, bundle.provide(self._bundles))
 
     def _remove_unused(self) -> None:
-        """Remove what servers that are gone have made; none of their sandboxes is left."""
-        for name in os.listdir(self._roots):
-            remove_tree(os.path.join(self._roots, name))
+        """Remove the roots that this server and those before it have made, once no sandbox is left. Blocking."""
+        if not os.listdir(self._sandboxes):
+            for name in os.listdir(self._roots):
+                remove_tree(os.path.join(self._roots, name))
 
     # starting
 
@@ -201,6 +200,7 @@ class StagedProvider(Provider, Generic[Parts]):
 
     def _make_place(self, place: str, names: Sequence[str]) -> ControlDirectory:
         """Make the directory of a sandbox, with these directories in it. Blocking."""
+        os.makedirs(self._sandboxes, 0o700, exist_ok=True)  # another object of this server may have removed it
         os.mkdir(place, 0o700)
         for name in (ROOT, _COVERS, *names):
             os.mkdir(f"{place}/{name}", 0o755)
@@ -280,12 +280,13 @@ class StagedProvider(Provider, Generic[Parts]):
     async def close(self) -> None:
         if self._preparing is not None:
             await asyncio.gather(self._preparing, return_exceptions=True)
-            if not self._preparing.cancelled() and self._preparing.exception() is None:
-                base = self._preparing.result().base
-                if not await self.running():
-                    await asyncio.to_thread(remove_tree, base.place)
+            with contextlib.suppress(FileNotFoundError):  # nothing was made
+                await asyncio.to_thread(self._remove_unused)
         await self._stagers.close()
         self._groups.close()
+        for folder in (self._sandboxes, self._roots):
+            with contextlib.suppress(OSError):  # not there, or with what sandboxes that go on need
+                os.rmdir(folder)
 
 
 def write_order(place: str, text: str) -> str:

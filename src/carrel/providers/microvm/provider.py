@@ -22,7 +22,6 @@ from carrel.isolation.machine import keeper
 from carrel.isolation.machine.keeper import MachineOrder
 from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.isolation.staging import StagedMount
-from carrel.primitives.trees import remove_tree
 from carrel.providers.base import Handle, Launch
 from carrel.providers.control_directory import facts_of, waiting_supervisor
 from carrel.providers.microvm import commands, initramfs, kernel, programs
@@ -33,7 +32,7 @@ from carrel.providers.staged import SOCKET, StagedParts, StagedProvider, write_o
 from carrel.providers.stagers import Stagers
 from carrel.threads import run_to_end
 
-_INITRAMFS, _BOX = "microvm-initramfs", "box"
+_INITRAMFS, _BOX = "initramfs", "box"
 _DEADLINE_S = {"kvm": 60.0, "tcg": 240.0}
 """How long the start of a machine may take. An emulated one needs seconds of processor time on a busy host."""
 _MOST_CPUS = 8
@@ -121,12 +120,9 @@ class MicrovmProvider(StagedProvider[MachineParts]):
 
     def _prepare(self) -> MachineParts:
         parts, found = self._make_parts(), self._kernel()
-        first = initramfs.provide(os.path.join(self._run_dir, _INITRAMFS), parts.bundle.path, found.needed())
+        first = os.path.join(parts.base.place, _INITRAMFS)
+        initramfs.write(first, parts.bundle.path, found.needed())
         return MachineParts(parts.base, parts.bundle, found, first)
-
-    def _remove_unused(self) -> None:
-        super()._remove_unused()
-        remove_tree(os.path.join(self._run_dir, _INITRAMFS))
 
     async def start(self, launch: Launch) -> Handle:
         return await self._start_whole(launch)
