@@ -281,9 +281,13 @@ async def test_a_list_has_what_sandboxes_of_both_workers_use(workers: list[httpx
     boxes = [await started(client, f"uses-{number}") for number, client in enumerate(workers)]
     assert [await owner_of(workers, box) for box in boxes] == [0, 1]
     for client in workers:
-        items = (await client.get("/v1/sandboxes")).json()["items"]
-        found = [each["resources"] for each in items if each["context_id"] in {"uses-0", "uses-1"}]
-        assert len(found) == 2 and all(each["memory_bytes"] > 0 for each in found), found
+
+        async def known(client: httpx.AsyncClient = client) -> bool:  # a measurement is used for two seconds
+            items = (await client.get("/v1/sandboxes")).json()["items"]
+            found = [each["resources"] for each in items if each["context_id"] in {"uses-0", "uses-1"}]
+            return len(found) == 2 and all(each and each["memory_bytes"] > 0 for each in found)
+
+        await until(known, what="what both use")
 
 
 async def test_a_killed_worker_is_replaced_and_its_sandboxes_run_on(

@@ -44,7 +44,7 @@ from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes.doctor import disk_quota, retention
 
 if TYPE_CHECKING:
-    from carrel.api.serving import HttpServer
+    from carrel.api.serving import HttpServer, SharedListener
     from carrel.control.nodes.workers import Worker, WorkerTable
     from carrel.control.plane import ControlPlane
     from carrel.control.secrets.rekeying import Rekeyed
@@ -129,7 +129,7 @@ async def _store_agent_token(settings: Settings, plane: ControlPlane) -> None:
 
     path = os.path.join(settings.data_dir, "agent-token")
     stored = _stored_token(path)
-    token = await agent_token(plane.tokens, plane.audit, stored, None if settings.database is None else plane.node)
+    token = await agent_token(plane.tokens, plane.audit, stored, None if settings.database is None else plane.server)
     if token == stored:
         os.chmod(path, 0o600)
     else:
@@ -565,24 +565,29 @@ async def _work(
         plane, server = await stack.enter_async_context(_answering(settings, token, worker, own))
         await server.listen_too(worker.socket)
         stack.callback(os.unlink, worker.socket)
-        beating = asyncio.get_running_loop().create_task(_beat(table, worker, plane, server))
-        stack.push_async_callback(tasks.cancel, [beating])
         await plane.nodes.join(_node_url(own[0], None) if own else UNIX + worker.socket, carrel.__version__)
         table.set_adopted(index, plane.recovered.adopted)
         table.beat(index)
         table.set_ready(index, True)
         stack.callback(table.set_ready, index, False)
         worker.announce(SharedChange.NODES)
-        shared = SharedListener(listener, server, lambda: server.open_connections > table.least_connections())
+
+        def has_more(connections: int) -> bool:
+            table.set_connections(index, connections)
+            return connections > table.least_connections()
+
+        shared = SharedListener(listener, server, has_more)
         stack.callback(shared.close)
+        beating = asyncio.get_running_loop().create_task(_beat(table, worker, plane, shared))
+        stack.push_async_callback(tasks.cancel, [beating])
         await stop.wait()
         log.info("shutting down")
 
 
-async def _beat(table: WorkerTable, worker: Worker, plane: ControlPlane, server: HttpServer) -> None:
+async def _beat(table: WorkerTable, worker: Worker, plane: ControlPlane, shared: SharedListener) -> None:
     """Give signs of life to the leader, and tell the other workers how busy this one is."""
     while True:
         table.beat(worker.index)
-        table.set_connections(worker.index, server.open_connections)
+        shared.tell()
         plane.nodes.tell()
         await asyncio.sleep(_BEAT_S)
