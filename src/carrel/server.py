@@ -54,6 +54,8 @@ log = logging.getLogger("carrel.server")
 _LOG_FORMAT = "%(asctime)s %(levelname)s {}%(name)s: %(message)s"
 _BEAT_S = 0.1
 """The time between two signs of life of a worker."""
+_SWITCH_S = 0.0005
+"""How long a thread of a worker may wait for the interpreter: it may have a lock that other workers wait for."""
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -548,6 +550,7 @@ async def _work(
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    sys.setswitchinterval(_SWITCH_S)
     layout = Layout(settings.data_dir)
     worker = Worker(
         settings.node or layout.node(),
