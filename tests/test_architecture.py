@@ -32,6 +32,7 @@ ALLOWED = {
     | KINDS
     | {"threads", "models", "policy", "config", "isolation", "providers", "egress", "images", "tracing"},
     "connections": BASE,
+    "workers": BASE | {"control"},
     "api": BASE | {"control", "events", "models", "metrics", "identity", "audit", "connections", "tracing"},
     "client": BASE | {"models"},
     "logging": BASE | {"client"},

@@ -465,6 +465,11 @@ class Settings(_Group):
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255, description="address to listen on")
     port: int = Field(default=7070, ge=0, le=65_535, description="port to listen on; 0 picks a free one")
+    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1,
+        description="processes that answer requests, on one port and one data directory; `auto` is one for each "
+        "processor",
+    )
     data_dir: str = Field(
         default_factory=default_data_dir,
         min_length=1,
@@ -617,6 +622,11 @@ class Settings(_Group):
             if size != 32:
                 raise ValueError("it must be 32 bytes in base64, as `head -c 32 /dev/urandom | base64` makes them")
         return value
+
+    @property
+    def worker_count(self) -> int:
+        """How many processes answer requests."""
+        return min(64, len(os.sched_getaffinity(0))) if self.workers == "auto" else self.workers
 
     @property
     def database_url(self) -> str:

@@ -23,6 +23,7 @@ from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode, headers_of
 from carrel.connections import mark_authenticated, replay
 from carrel.control.governance.open_requests import OpenRequest, OpenRequests
 from carrel.control.nodes.passes import HEADER, require_body, require_length
+from carrel.control.nodes.workers import OtherWorkers
 from carrel.control.operations.caller import Caller
 from carrel.errors import CarrelError, InvalidRequest, TooLarge, Unauthorized
 from carrel.identity import ROOT, Identity, Tokens
@@ -72,7 +73,7 @@ def _origin_host(value: bytes) -> str | None:
 
 class Gate:
     """Wraps the application. `tokens` None: no token is needed; `hosts` None: any Host is accepted; `forwarding` None:
-    this server is alone; `tracing` None: no request is traced.
+    this server is alone; `others` None: it is one process; `tracing` None: no request is traced.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Gate:
         hosts: frozenset[str] | None,
         forwarding: Forwarding | None,
         tracing: Tracing | None,
+        others: OtherWorkers | None,
     ):
         self._app = app
         self._tokens = tokens
@@ -95,6 +97,7 @@ class Gate:
         self._hosts = hosts
         self._forwarding = forwarding
         self._tracing = tracing
+        self._others = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -130,6 +133,8 @@ class Gate:
         try:
             headers = {name: value for name, value in scope["headers"] if name in _WANTED}
             self._admit(headers)
+            if self._others is not None and self._others.changed:
+                await self._others.follow()
             identity = await self._identify(scope, headers)
             opened = self._requests.open(identity)
             caller = scope[CALLER] = _caller(identity, headers)

@@ -43,6 +43,7 @@ class EventRecords(Protocol):
 
     staged: asyncio.Event
     shared: bool
+    polled: bool
 
     async def open(self) -> None:
         """Make what the log needs."""
@@ -353,12 +354,12 @@ class EventLog:
     async def _follow_log(self) -> None:
         """Number what is staged, and read what is new while somebody reads."""
         backoff, numbered = Backoff(0.1, 2.0), 0.0
-        staged, shared = self._store.staged, self._store.shared
+        staged, shared, polled = self._store.staged, self._store.shared, self._store.polled
         while True:
             if not shared:
                 await self._read.wait()
             with suppress(TimeoutError):
-                async with asyncio.timeout(None if not shared else POLL_S if self._readers else NUMBER_EVERY_S):
+                async with asyncio.timeout(None if not polled else POLL_S if self._readers else NUMBER_EVERY_S):
                     await staged.wait()
             due = staged.is_set() or time.monotonic() - numbered > NUMBER_EVERY_S
             staged.clear()

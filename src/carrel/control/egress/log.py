@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -45,7 +45,8 @@ class AccessOwner(NamedTuple):
 
 
 OwnerOf = Callable[[str], AccessOwner | None]
-_Batch = tuple[int, list[tuple[Item, AccessOwner]]]
+_Owned = tuple[Item, AccessOwner | None]
+_Batch = tuple[int, list[_Owned]]
 
 
 class AccessLogWriter:
@@ -59,7 +60,10 @@ class AccessLogWriter:
         redact: Redact,
         acknowledge: Callable[[int], None],
         tracing: Tracing | None,
+        find_owner: Callable[[str], Awaitable[AccessOwner]],
     ):
+        """`find_owner` is asked for the owners of sandboxes that this process does not know."""
+        self._find_owner = find_owner
         self._audit = audit
         self._events = events
         self._metrics = metrics
@@ -78,7 +82,7 @@ class AccessLogWriter:
 
     def take(self, upto: int, items: list[Item], owner_of: OwnerOf) -> None:
         """Take a batch, which is acknowledged as `upto` once it is written."""
-        owned = [(item, owner_of(str(item["sandbox"])) or AccessOwner()) for item in items]
+        owned = [(item, owner_of(str(item["sandbox"]))) for item in items]
         self._batches.put_nowait((upto, owned))
 
     def lost(self) -> None:
@@ -122,7 +126,7 @@ class AccessLogWriter:
             ticket.end(Ending("unknown", reason="the egress process ended"))
         self._open.clear()
 
-    async def _write(self, upto: int, items: list[tuple[Item, AccessOwner]]) -> None:
+    async def _write(self, upto: int, items: list[_Owned]) -> None:
         while True:
             try:
                 while items:
@@ -137,14 +141,14 @@ class AccessLogWriter:
             await asyncio.sleep(_RETRY_S)
         self._acknowledge(upto)
 
-    async def _one(self, item: Item, owner: AccessOwner) -> None:
+    async def _one(self, item: Item, owner: AccessOwner | None) -> None:
         number = item["number"]
         assert isinstance(number, int)
         key = (number, item["began"])
         ended = self._known.get(key)
         if ended or (item.get("recovered") and ended is not None):
             return  # written already, though the proxy or its successor does not know
-        await self._written(number, item, owner)
+        await self._written(number, item, owner or await self._find_owner(str(item["sandbox"])))
         self._known.put(key, item["ended"] is not None)
 
     async def _written(self, number: int, item: Item, owner: AccessOwner) -> None:
@@ -224,7 +228,7 @@ class AccessLogWriter:
         )
 
 
-def _last_of_each(items: list[tuple[Item, AccessOwner]]) -> Iterator[tuple[Item, AccessOwner]]:
+def _last_of_each(items: list[_Owned]) -> Iterator[_Owned]:
     """Return the newest state of each access, in the order of their first."""
     newest = {item["number"]: item for item, _ in items}
     for item, owner in items:

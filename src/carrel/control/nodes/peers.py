@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from carrel.control.http_wire import HttpWire
-from carrel.control.nodes.registry import Nodes
+from carrel.control.nodes.registry import UNIX, Nodes
 from carrel.errors import LimitExceeded, NodeUnreachable, PlatformError
 from carrel.store.nodes import NodeRecord
 
@@ -48,6 +48,43 @@ class NodeLink(Protocol):
 
     async def websocket(self, target: str, headers: list[tuple[str, str]], subprotocols: list[str]) -> ClientConnection:
         """Open a WebSocket. Raises what `websockets` raises."""
+
+
+@dataclass(frozen=True)
+class UnixLink:
+    """A worker of this server at the path of a socket, which only this user can open."""
+
+    path: str
+
+    @property
+    def authority(self) -> bytes:
+        """See `NodeLink`."""
+        return b"localhost"
+
+    async def connect(self, protocol: Callable[[], asyncio.Protocol]) -> None:
+        """See `NodeLink`."""
+        async with asyncio.timeout(CONNECT_S):
+            await asyncio.get_running_loop().create_unix_connection(protocol, self.path)
+
+    async def websocket(self, target: str, headers: list[tuple[str, str]], subprotocols: list[str]) -> ClientConnection:
+        """See `NodeLink`."""
+        loop = asyncio.get_running_loop()
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connected.setblocking(False)
+            async with asyncio.timeout(CONNECT_S):
+                await loop.sock_connect(connected, self.path)
+        except BaseException:
+            connected.close()
+            raise
+        return await _open_websocket(f"ws://localhost{target}", connected, headers, subprotocols)
+
+
+def link_to(url: str) -> NodeLink:
+    """Return how a server is reached that has this address; `PlatformError` when it is none."""
+    if url.startswith(UNIX):
+        return UnixLink(url.removeprefix(UNIX))
+    return TcpLink.of(url)
 
 
 @dataclass(frozen=True)
@@ -85,9 +122,6 @@ class TcpLink:
 
     async def websocket(self, target: str, headers: list[tuple[str, str]], subprotocols: list[str]) -> ClientConnection:
         """See `NodeLink`. The answer may take as long as a person needs to decide; connecting may not."""
-        from websockets.asyncio.client import connect
-        from websockets.typing import Subprotocol
-
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
             found = await loop.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
@@ -100,24 +134,42 @@ class TcpLink:
                 connected.close()
                 raise
         scheme = "ws" if self.tls is None else "wss"
-        peer = await connect(
-            f"{scheme}://{self.authority.decode()}{target}",
-            sock=connected,
-            ssl=self.tls,
-            server_hostname=None if self.tls is None else self.host,
-            additional_headers=headers,
-            subprotocols=[Subprotocol(each) for each in subprotocols] or None,
-            compression=None,
-            open_timeout=None,
-            ping_interval=None,
-            close_timeout=5,
-            max_size=MAX_MESSAGE,
-            max_queue=4,
-            proxy=None,
-            user_agent_header=None,
+        url = f"{scheme}://{self.authority.decode()}{target}"
+        peer = await _open_websocket(
+            url, connected, headers, subprotocols, tls=self.tls, server_hostname=None if self.tls is None else self.host
         )
         _notice_loss(peer.transport)
         return peer
+
+
+async def _open_websocket(
+    url: str,
+    connected: socket.socket,
+    headers: list[tuple[str, str]],
+    subprotocols: list[str],
+    *,
+    tls: ssl.SSLContext | None = None,
+    server_hostname: str | None = None,
+) -> ClientConnection:
+    from websockets.asyncio.client import connect
+    from websockets.typing import Subprotocol
+
+    return await connect(
+        url,
+        sock=connected,
+        ssl=tls,
+        server_hostname=server_hostname,
+        additional_headers=headers,
+        subprotocols=[Subprotocol(each) for each in subprotocols] or None,
+        compression=None,
+        open_timeout=None,
+        ping_interval=None,
+        close_timeout=5,
+        max_size=MAX_MESSAGE,
+        max_queue=4,
+        proxy=None,
+        user_agent_header=None,
+    )
 
 
 def _notice_loss(transport: asyncio.BaseTransport) -> None:
@@ -145,7 +197,7 @@ class Peer:
     def __init__(self, record: NodeRecord):
         assert record.url is not None
         self.record = record
-        self.link: NodeLink = TcpLink.of(record.url)
+        self.link: NodeLink = link_to(record.url)
         self._idle: list[tuple[HttpWire, float]] = []
         self._open: set[HttpWire] = set()
         self._sockets: set[ClientConnection] = set()

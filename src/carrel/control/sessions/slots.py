@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from carrel.config import PoolSettings
+from carrel.control.nodes.workers import Worker
 from carrel.control.sessions.capacity import Capacity
 from carrel.control.sessions.slot_sizes import PoolSizes
 from carrel.control.sessions.slot_table import Slot, SlotKind, SlotPool, SlotState, SlotTable
@@ -44,6 +45,9 @@ MOST_CLAIMS = 2
 _LONGEST_REASON = 500
 _CLOSE_AT_ONCE = 32
 
+SLOT = "slot-"
+"""How the ids of all slots begin."""
+
 StillMeans = Callable[[str, str], bool]
 """Whether the name of an image still means the image with a digest. Blocking."""
 
@@ -61,7 +65,9 @@ class Slots:
         events: EventLog,
         storage: ImageStorage,
         still_means: StillMeans,
+        worker: Worker,
     ):
+        slots_prefix = slot_prefix(worker)
         self._providers = dict(providers)
         self._sizes = sizes
         self._capacity = capacity
@@ -70,8 +76,8 @@ class Slots:
         self._storage = storage
         self._still_means = still_means
         self._table = SlotTable(
-            lambda: f"slot-{secrets.token_hex(8)}",
-            most=settings.max,
+            lambda: f"{slots_prefix}{secrets.token_hex(8)}",
+            most=worker.share(settings.max),
             at_once=AT_ONCE,
             most_pools=MOST_POOLS,
             idle_s=settings.idle_s or float("inf"),
@@ -376,6 +382,11 @@ class Slots:
         await asyncio.gather(*(end(slot) for pool in self.pools for slot in list(pool.slots)))
         for pool in self.pools:
             self._release(pool)
+
+
+def slot_prefix(worker: Worker) -> str:
+    """Return how the ids of the slots of a worker begin."""
+    return SLOT if worker.count == 1 else f"{SLOT}{worker.index}-"
 
 
 def has_slots(provider: Provider) -> bool:

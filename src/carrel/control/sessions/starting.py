@@ -88,7 +88,7 @@ class Starting:
         workspace before.
         """
         began = time.monotonic()
-        node = self._leases.node
+        node = self._leases.server
         request = await self._templates.fill(caller, request, previous)
         record, provider = new_record(
             request,
@@ -186,7 +186,7 @@ class Starting:
                 field="workspace_path",
                 hint="use another context for the folder, or delete the files of this one",
             )
-        if previous is not None and previous.state is not State.TERMINATED and previous.node != self._leases.node:
+        if previous is not None and previous.state is not State.TERMINATED and previous.node != self._leases.server:
             raise Conflict(
                 f"the folder of this context is on server '{previous.node}'", field="context_id", node=previous.node
             )
