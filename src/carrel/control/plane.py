@@ -207,7 +207,7 @@ class ControlPlane:
         self.policies = policies = Policies(PolicyStore(database), policy, templates)
         self.secret_values = values = SecretValues(vault, SecretStore(database), live, templates)
         self._webhook = _webhook(settings.approvals)
-        self.resources = Resources(live, metrics, most=settings.metrics.sandboxes)
+        self.resources = Resources(live, metrics, store, providers, worker, most=settings.metrics.sandboxes)
         self._approval_store = ApprovalStore(database)
         self.approvals = approvals = Approvals(
             self._approval_store,
@@ -399,6 +399,7 @@ class ControlPlane:
                 (secret_files.catch_up, SECRETS_FRESH_S),
                 (slots.check, CHECK_EVERY_S),
                 (connection_events.flush, MINUTE_S),
+                (self.count_events, COUNT_EVERY_S),
                 (HomeLimits(sessions, folders).enforce, LOOK_EVERY_S),
             ),
             of_server=(
@@ -407,7 +408,6 @@ class ControlPlane:
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
                 (self.sweep_events, FORGET_EVERY_S),
-                (self.count_events, COUNT_EVERY_S),
             ),
             first=worker.first,
         )  # fmt: skip

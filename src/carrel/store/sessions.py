@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from types import MappingProxyType
@@ -289,6 +289,10 @@ class SessionStore:
         """Return every record in one of these states."""
         query = select(sessions).where(sessions.c.state.in_([state.value for state in states]))
         return await self._database.all(query, _record)
+
+    async def of_ids(self, ids: Sequence[str]) -> list[SessionRecord]:
+        """Return the records with these ids, those that exist."""
+        return await self._database.all(select(sessions).where(sessions.c.id.in_(ids)), _record)
 
     async def counts(self) -> dict[State, int]:
         """Count the records in each state except terminated."""

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import pytest
 from tests.control.sessions.test_live import Nowhere, _box
 
+from carrel.control.nodes.workers import Worker
 from carrel.control.sessions import resources
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.control.sessions.resources import Resources
 from carrel.errors import PlatformError
 from carrel.metrics import Metrics
 from carrel.providers.base import Handle, ResourceUse
+from carrel.store import SessionStore
 
 
 class Counted(Nowhere):
@@ -31,6 +34,11 @@ class Counted(Nowhere):
         return {str(handle["id"]): ResourceUse(1.5, self.memory, None) for handle in handles}
 
 
+def measuring(live: LiveSandboxes, metrics: Metrics, *, most: int) -> Resources:
+    """Of a server with one worker, which needs no store for this."""
+    return Resources(live, metrics, cast(SessionStore, None), {}, Worker("a"), most=most)
+
+
 def shown(metrics: Metrics) -> set[str]:
     text = metrics.render()[0].decode()
     return {line.partition("{")[2].partition("}")[0] for line in text.splitlines() if "sandbox_memory_bytes{" in line}
@@ -42,7 +50,7 @@ async def test_who_asks_at_once_shares_one_measurement_of_a_few() -> None:
         box = _box(provider, f"sbx-{number}", f"c{number}")
         box.last_activity = float(number)
         live.add(box)
-    found = Resources(live, metrics, most=2)
+    found = measuring(live, metrics, most=2)
     answers = await asyncio.gather(*(found.measure() for _ in range(20)))
     assert all(set(answer) == {"sbx-3", "sbx-4"} for answer in answers), "those that were used last"
     assert provider.asked == [2]
@@ -53,7 +61,7 @@ async def test_series_end_with_their_sandbox_also_before_the_next_measurement() 
     live, metrics, provider = LiveSandboxes(), Metrics(), Counted()
     box = _box(provider)
     live.add(box)
-    found = Resources(live, metrics, most=10)
+    found = measuring(live, metrics, most=10)
     assert set(await found.measure()) == {"sbx-1"}
 
     class Detached:
@@ -70,7 +78,7 @@ async def test_the_peak_is_the_most_that_was_seen(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(resources, "FRESH_S", 0.0)
     live, provider = LiveSandboxes(), Counted()
     live.add(_box(provider))
-    found = Resources(live, Metrics(), most=10)
+    found = measuring(live, Metrics(), most=10)
     for memory, peak in ((100, 100), (300, 300), (200, 300)):
         provider.memory = memory
         assert (await found.measure())["sbx-1"] == ResourceUse(1.5, memory, peak)
@@ -81,11 +89,11 @@ async def test_a_provider_that_fails_hides_no_other(monkeypatch: pytest.MonkeyPa
     bad.fails = True
     live.add(_box(good, "sbx-good", "a"))
     live.add(_box(bad, "sbx-bad", "b"))
-    assert set(await Resources(live, metrics, most=10).measure()) == {"sbx-good"}
+    assert set(await measuring(live, metrics, most=10).measure()) == {"sbx-good"}
 
 
 async def test_none_are_measured_if_the_setting_says_so() -> None:
     live, provider = LiveSandboxes(), Counted()
     live.add(_box(provider))
-    assert await Resources(live, Metrics(), most=0).measure() == {}
+    assert await measuring(live, Metrics(), most=0).measure() == {}
     assert provider.asked == []

@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from carrel.control.nodes.workers import Worker
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
 from carrel.errors import CarrelError
 from carrel.metrics import Metrics, SandboxSample
 from carrel.models import ResourceUsage, SandboxInfo, State
 from carrel.providers.base import Handle, Provider, ResourceUse
+from carrel.store import SessionStore
 
 log = logging.getLogger("carrel.resources")
 
@@ -27,7 +29,21 @@ FRESH_S = 2.0
 class Resources:
     """Measures the sandboxes of one server, at most `most` of them: those that were used last."""
 
-    def __init__(self, live: LiveSandboxes, metrics: Metrics, *, most: int):
+    def __init__(
+        self,
+        live: LiveSandboxes,
+        metrics: Metrics,
+        store: SessionStore,
+        providers: Mapping[str, Provider],
+        worker: Worker,
+        *,
+        most: int,
+    ):
+        self._store = store
+        self._providers = dict(providers)
+        self._worker = worker
+        self._others: dict[str, ResourceUse] = {}
+        self._others_at = float("-inf")
         self._live = live
         self._metrics = metrics
         self._most = most
@@ -59,7 +75,10 @@ class Resources:
     async def fill(self, infos: Iterable[SandboxInfo]) -> None:
         """Write what they use into the records of running sandboxes of this server."""
         running = [info for info in infos if info.state is State.RUNNING]
-        found = await self.measure() if running else {}
+        found = dict(await self.measure()) if running else {}
+        if len(self._worker.names) > 1:
+            here = [info for info in running if info.node == self._worker.server and self._live.get(info.id) is None]
+            found |= await self._of_other_workers([info.id for info in here][: self._most])
         for info in running:
             if (used := found.get(info.id)) is not None:
                 info.resources = ResourceUsage(
@@ -67,6 +86,23 @@ class Resources:
                     memory_bytes=used.memory_bytes,
                     memory_peak_bytes=used.memory_peak_bytes,
                 )
+
+    async def _of_other_workers(self, ids: Sequence[str]) -> Mapping[str, ResourceUse]:
+        """Return what sandboxes of the other workers of this server use: providers are common to all workers."""
+        async with self._measuring:
+            if time.monotonic() - self._others_at >= FRESH_S:
+                self._others, self._others_at = {}, time.monotonic()
+            asked: dict[str, list[Handle]] = {}
+            names: dict[tuple[str, str], str] = {}
+            unknown = [id for id in ids if id not in self._others][: self._most - len(self._others)]
+            for record in await self._store.of_ids(unknown) if unknown else ():
+                if record.handle is not None and record.provider in self._providers:
+                    asked.setdefault(record.provider, []).append(record.handle)
+                    names[record.provider, str(record.handle["id"])] = record.id
+            for name, handles in asked.items():
+                answer = await self._ask_one(self._providers[name], handles)
+                self._others |= {names[name, id]: used for id, used in answer.items()}
+            return self._others
 
     def _show(self, measured: Sequence[tuple[LiveSandbox, ResourceUse]]) -> None:
         self._shown = [(box, used) for box, used in measured if self._live.has(box)]
@@ -78,18 +114,18 @@ class Resources:
         asked: dict[Provider, list[LiveSandbox]] = {}
         for box in boxes:
             asked.setdefault(box.provider, []).append(box)
-        answers = await asyncio.gather(*(self._ask_one(provider, some) for provider, some in asked.items()))
-        return {instance: used for answer in answers for instance, used in answer.items()}
+        requests = [self._ask_one(provider, [box.handle for box in some]) for provider, some in asked.items()]
+        answers = zip(asked.values(), await asyncio.gather(*requests), strict=True)
+        of_boxes = ((box, answer.get(str(box.handle["id"]))) for some, answer in answers for box in some)
+        return {box.instance: used for box, used in of_boxes if used is not None}
 
     @staticmethod
-    async def _ask_one(provider: Provider, boxes: list[LiveSandbox]) -> dict[str, ResourceUse]:
-        handles: list[Handle] = [box.handle for box in boxes]
+    async def _ask_one(provider: Provider, handles: Sequence[Handle]) -> Mapping[str, ResourceUse]:
         try:
-            found = await provider.resources(handles)
+            return await provider.resources(handles)
         except (CarrelError, OSError) as error:
             log.warning("provider '%s' cannot say what its sandboxes use: %s", provider.name, error)
             return {}
-        return {box.instance: found[id] for box in boxes if (id := str(box.handle["id"])) in found}
 
     def _with_peak(self, instance: str, used: ResourceUse) -> ResourceUse:
         seen = max(used.memory_peak_bytes or 0, used.memory_bytes or 0, self._peaks.get(instance, 0))
