@@ -24,13 +24,14 @@ ALLOWED = {
     "tracing": BASE | {"extras", "metrics"},
     "images": BASE | {"models", "config", "threads"},
     "isolation": BASE,
+    "spiffe": BASE | {"extras"},
     "supervisor": BASE,
     "sandbox_programs": set(),
-    "providers": BASE | {"isolation", "threads", "models"},
+    "providers": BASE | {"isolation", "threads", "models", "spiffe"},
     "egress": BASE | {"policy", "models", "metrics", "redaction", "isolation", "threads"},
     "control": BASE
     | KINDS
-    | {"threads", "models", "policy", "config", "isolation", "providers", "egress", "images", "tracing"},
+    | {"threads", "models", "policy", "config", "isolation", "providers", "egress", "images", "spiffe", "tracing"},
     "connections": BASE,
     "workers": BASE | {"control"},
     "api": BASE | {"control", "events", "models", "metrics", "identity", "audit", "connections", "tracing"},

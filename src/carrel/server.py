@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -153,16 +153,16 @@ def _locked(data_dir: str) -> Iterator[None]:
         os.close(fd)
 
 
-def _bind(settings: Settings) -> socket.socket:
+def _bind(host: str, port: int, host_field: str, port_field: str) -> socket.socket:
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, proto)
     except (OSError, UnicodeError) as error:
         raise InvalidRequest(
-            f"cannot listen on '{settings.host}': {error}",
-            field="host",
+            f"cannot listen on '{host}': {error}",
+            field=host_field,
             hint="use an address of this machine",
         ) from None
     try:
@@ -170,14 +170,22 @@ def _bind(settings: Settings) -> socket.socket:
         listener.bind(address)
         listener.listen(2048)
         listener.setblocking(False)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
         raise PlatformError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}",
-            field="port",
+            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}",
+            field=port_field,
             hint="another program may use it; --port 0 picks a free one",
         ) from None
     return listener
+
+
+def _bind_for_nodes(settings: Settings) -> socket.socket | None:
+    """Listen for other servers; None where they have no SPIFFE IDs, and for a server that is alone on its database."""
+    if settings.spiffe.source == "none" or settings.database is None:
+        return None
+    host, _, port = (settings.spiffe.listen or f"{settings.host}:0").rpartition(":")
+    return _bind(host.strip("[]"), int(port), "spiffe.listen", "spiffe.listen")
 
 
 def _urls(listener: socket.socket) -> tuple[str, str]:
@@ -195,12 +203,31 @@ def _hosts(settings: Settings) -> frozenset[str] | None:
     return _LOOPBACK | {settings.host.lower()} | (frozenset() if named is None else {named})
 
 
-def _node_url(listener: socket.socket) -> str:
+def _node_url(listener: socket.socket, for_nodes: socket.socket | None) -> str:
     """Return where other servers reach this one, unless the operator says it."""
-    from carrel.control.nodes.registry import default_url
+    from carrel.control.nodes.registry import SPIFFE_SCHEME, default_url
 
-    host, port = listener.getsockname()[:2]
-    return default_url(host, port)
+    host, port = (for_nodes or listener).getsockname()[:2]
+    return default_url(host, port, "http" if for_nodes is None else SPIFFE_SCHEME)
+
+
+@asynccontextmanager
+async def _accepting_nodes(
+    plane: ControlPlane, server: HttpServer, listener: socket.socket | None
+) -> AsyncIterator[None]:
+    """Accept connections of other servers, verified by their SPIFFE IDs, while the block runs."""
+    if listener is None or plane.identities is None:
+        yield
+        return
+    from carrel.primitives.tls_listener import TlsListener
+
+    plane.nodes.on_revoked.append(server.close_of)
+    accepting = TlsListener(listener, plane.identities.node.server_context, server.node_protocol(plane.nodes.accepts))
+    task = asyncio.ensure_future(accepting.run())
+    try:
+        yield
+    finally:
+        await tasks.cancel((task,))
 
 
 def _http_url(host: str, port: int) -> str:
@@ -226,12 +253,19 @@ async def running(
 ) -> AsyncIterator[RunningServer]:
     """Run a server in the current event loop until the block ends. `port=0` picks a free port."""
     await asyncio.to_thread(Layout(settings.data_dir).prepare)
-    with _locked(settings.data_dir), closing(_bind(settings)) as listener:
+    with ExitStack() as held:
+        held.enter_context(_locked(settings.data_dir))
+        listener = held.enter_context(closing(_bind(settings.host, settings.port, "host", "port")))
+        if (for_nodes := _bind_for_nodes(settings)) is not None:
+            held.enter_context(closing(for_nodes))
         token, token_is_new = _token(settings)
-        async with _answering(settings, token, None, [listener], providers) as (plane, _):
+        async with (
+            _answering(settings, token, None, [listener], providers) as (plane, server),
+            _accepting_nodes(plane, server, for_nodes),
+        ):
             url, listens_on = _urls(listener)
             try:
-                await plane.nodes.join(settings.node_url or _node_url(listener), carrel.__version__)
+                await plane.nodes.join(settings.node_url or _node_url(listener, for_nodes), carrel.__version__)
                 _write_record(settings, url)
                 adopted = plane.recovered.adopted
                 yield RunningServer(url, listens_on, token, token_is_new, settings.data_dir, adopted, plane)
@@ -410,7 +444,9 @@ async def _serve(settings: Settings, users: Path | None, starting: Sequence[int]
             from carrel.api.app import resources
 
             await asyncio.to_thread(resources)  # no request has to wait for it
-        await stop.wait()
+        ends = [asyncio.ensure_future(each.wait()) for each in (stop, server.plane.nodes.expelled)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await tasks.cancel(ends)
         log.info("shutting down")
 
 
@@ -450,9 +486,15 @@ def _serve_with_workers(settings: Settings, count: int) -> None:
             field="node_url",
             hint="leave CARREL_NODE_URL out, or run one worker",
         )
+    if settings.spiffe.source != "none":
+        raise InvalidRequest(
+            "a server with several workers cannot have a SPIFFE ID yet: each worker would need one of its own",
+            field="workers",
+            hint="run one worker, or several servers, or leave CARREL_SPIFFE_SOURCE out",
+        )
     layout = Layout(settings.data_dir)
     layout.prepare()
-    with _locked(settings.data_dir), closing(_bind(settings)) as listener:
+    with _locked(settings.data_dir), closing(_bind(settings.host, settings.port, "host", "port")) as listener:
         token, token_is_new = _token(settings)
         _import_for_workers()
         table, (url, listens_on) = WorkerTable(count), _urls(listener)
@@ -518,14 +560,14 @@ async def _work(
     )
     own: list[socket.socket] = []
     if settings.database_url.startswith(FLEET_DATABASES):  # other servers reach each worker by itself
-        own.append(_bind(settings.model_copy(update={"port": 0})))
+        own.append(_bind(settings.host, 0, "host", "port"))
     async with AsyncExitStack() as stack:
         plane, server = await stack.enter_async_context(_answering(settings, token, worker, own))
         await server.listen_too(worker.socket)
         stack.callback(os.unlink, worker.socket)
         beating = asyncio.get_running_loop().create_task(_beat(table, worker, plane, server))
         stack.push_async_callback(tasks.cancel, [beating])
-        await plane.nodes.join(_node_url(own[0]) if own else UNIX + worker.socket, carrel.__version__)
+        await plane.nodes.join(_node_url(own[0], None) if own else UNIX + worker.socket, carrel.__version__)
         table.set_adopted(index, plane.recovered.adopted)
         table.beat(index)
         table.set_ready(index, True)

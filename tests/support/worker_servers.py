@@ -55,7 +55,11 @@ class ServerWithWorkers:
         """The processes of the workers, by their numbers: each has its Unix socket."""
         found = {}
         for child in psutil.Process(self.process.pid).children():
-            for connection in child.net_connections("unix"):
+            try:
+                connections = child.net_connections("unix")
+            except psutil.NoSuchProcess:  # it was killed
+                continue
+            for connection in connections:
                 name = os.path.basename(connection.laddr or "")
                 if connection.status in {"LISTEN", "NONE"} and name.startswith("worker-"):
                     found.setdefault(int(name.removeprefix("worker-").removesuffix(".sock")), child.pid)

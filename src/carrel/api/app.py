@@ -53,7 +53,13 @@ def create_app(
     forwarding = None
     if plane.nodes.shared:
         forwarding = Forwarding(
-            plane.routing, plane.passes, plane.live, plane.tokens, plane.metrics, authenticated=authenticated
+            plane.routing,
+            plane.passes,
+            plane.live,
+            plane.tokens,
+            plane.metrics,
+            authenticated=authenticated,
+            verified=plane.identities is not None,
         )
     app = routes(plane, version)
     app.state.worker_metrics = None

@@ -11,8 +11,9 @@ from contextlib import contextmanager, suppress
 import uvicorn
 from starlette.types import ASGIApp
 
-from carrel.connections import Connections, http_protocol
+from carrel.connections import Connections, NodeProtocol, http_protocol
 from carrel.errors import PlatformError
+from carrel.primitives.spiffe import SpiffeId
 
 _GRACE_S = 5
 _DEFER_S = 0.002
@@ -43,7 +44,16 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=_GRACE_S,
             )
         )
+        self._connections = connections
         self._ending = asyncio.Event()
+
+    def node_protocol(self, accepts: Callable[[SpiffeId], bool]) -> Callable[[], asyncio.Protocol]:
+        """Return a factory of protocols for connections of other servers, which ends with this server."""
+        return lambda: NodeProtocol(self._connections, accepts, self.config, self.server_state, {})
+
+    def close_of(self, servers: frozenset[str]) -> None:
+        """Close the connections of these servers."""
+        self._connections.close_of(servers)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -30,6 +30,7 @@ def node(database: Database, name: str, *, key: str = "key", lease_s: float = 30
         capacity=4,
         lease_s=lease_s,
         shared=shared,
+        identity=None,
     )
 
 
