@@ -285,7 +285,9 @@ async def test_every_worker_knows_what_all_sandboxes_use(workers: list[httpx.Asy
         items = (await client.get("/v1/sandboxes?limit=1000")).json()["items"]
         listed = {info["id"]: (info["resources"] or {}).get("memory_bytes") for info in items if info["id"] in ids}
         lines = re.findall(
-            r'^carrel_sandbox_memory_bytes{sandbox="([^"]+)".*} (.+)$', (await client.get("/metrics")).text, re.MULTILINE
+            r'^carrel_sandbox_memory_bytes{sandbox="([^"]+)".*} (.+)$',
+            (await client.get("/metrics")).text,
+            re.MULTILINE,
         )
         return listed, {id: float(value) for id, value in lines if id in ids}
 
