@@ -236,14 +236,14 @@ class DockerProvider(Provider):
             with Sandbox(slot.supervisor.pid, slot.started) as sandbox:
                 change(sandbox)
 
+        name = self._name(slot.launch.id)
         try:
             await run_to_end(work)
-        except ProcessLookupError:
-            raise PlatformError(f"container {self._name(slot.launch.id)} ended as soon as it had started") from None
         except OSError as error:
-            raise PlatformError(
-                f"the mounts of container {self._name(slot.launch.id)} cannot be changed: {error}"
-            ) from error
+            # The daemon removes the files of a container that has ended, so any path may be missing in its root.
+            if isinstance(error, ProcessLookupError) or not foreign_processes.runs(slot.supervisor.pid, slot.started):
+                raise PlatformError(f"container {name} ended as soon as it had started") from error
+            raise PlatformError(f"the mounts of container {name} cannot be changed: {error}") from error
 
     async def _user(self, launch: Launch) -> str:
         """Return the name of the agent in its image. Raises `Unsupported` for what cannot be a container."""
