@@ -90,10 +90,12 @@ class StagedProvider(Provider, Generic[Parts]):
 
     @cached_property
     def _lacking(self) -> str | None:
-        if (problem := self._not_installed()) is not None:
-            return problem
+        problem = self._not_installed()
         if os.geteuid() != 0:
-            return f"carrel does not run as root; run `carrel serve` as root to use the provider '{self.name}'"
+            words = f"the provider '{self.name}' needs root; run `carrel serve` as root"
+            return words if problem is None else f"{words}; also, {problem}"
+        if problem is not None:
+            return problem
         if "memory" not in probe.host().controllers:
             return "no cgroup for memory can be made on this host; run `carrel doctor`"
         return self._not_usable()

@@ -410,14 +410,16 @@ async def _to_its_end(request: Coroutine[Any, Any, object]) -> None:
 
 def _look_at(path: str) -> tuple[str | None, dict[str, Any]]:
     """Return why sandboxes cannot be containers of this daemon, and what it says about itself."""
+    needs_root = "carrel has to run as root to use Docker: the files of workspaces belong to the user of the agents"
+    root = os.geteuid() == 0
     if not os.path.exists(path):
-        return (
+        words = (
             f"there is no Docker daemon at {path}: install Docker (Debian: docker.io) or podman and start its service, "
-            "or set CARREL_DOCKER_SOCKET to its socket",
-            {},
+            "or set CARREL_DOCKER_SOCKET to its socket"
         )
-    if os.geteuid() != 0:
-        return "carrel has to run as root to use Docker: the files of workspaces belong to the user of the agents", {}
+        return (words if root else f"{needs_root}; also, {words}"), {}
+    if not root:
+        return needs_root, {}
     try:
         info = probe(path)
     except (OSError, ValueError) as error:
