@@ -404,6 +404,7 @@ class ControlPlane:
                 (secret_files.catch_up, SECRETS_FRESH_S),
                 (slots.check, CHECK_EVERY_S),
                 (connection_events.flush, MINUTE_S),
+                (self.count_events, COUNT_EVERY_S),
                 (HomeLimits(sessions, folders).enforce, LOOK_EVERY_S),
             ),
             of_server=(
@@ -412,7 +413,6 @@ class ControlPlane:
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
                 (self.sweep_events, FORGET_EVERY_S),
-                (self.count_events, COUNT_EVERY_S),
             ),
             first=worker.first,
         )  # fmt: skip
