@@ -20,12 +20,20 @@ log = logging.getLogger("carrel.leases")
 
 
 class Leases:
-    """The leases of one server."""
+    """The leases of one server.
 
-    def __init__(self, leases: LeaseStore, node: str, seconds: float):
+    After a time without the database, a server cannot tell a dead server from one that had no database either. So for
+    one lease it takes over no sandbox whose lease ended in that time: its owner may be back, with newer files. The same
+    holds after its own start, as all servers may have lost power. `shared`: the database may have other servers.
+    """
+
+    def __init__(self, leases: LeaseStore, node: str, seconds: float, *, shared: bool):
         self._leases = leases
         self.node = node
         self.seconds = seconds
+        self._shared = shared
+        self._renewed = self._connected = time.monotonic()
+        """When the leases were last renewed, and since when that has never taken too long."""
 
     @property
     def lease(self) -> tuple[str, float]:
@@ -38,7 +46,8 @@ class Leases:
 
     async def take(self, record: SessionRecord, *, anew: bool = False) -> SessionRecord:
         """Take the lease of a session; `RunsElsewhere` when another server has it."""
-        fence = await self._leases.acquire(record.id, self.node, self.seconds, anew=anew)
+        within = self._connected_s if self._waits else None
+        fence = await self._leases.acquire(record.id, self.node, self.seconds, anew=anew, ended_within=within)
         if fence is None:
             lease = await self._leases.get(record.id)
             owner = lease.owner if lease else "another server"
@@ -57,7 +66,28 @@ class Leases:
     async def renew(self) -> tuple[dict[str, int], float]:
         """Renew every lease of this server. Return its sessions with their fences, and until when (monotonic)."""
         began = time.monotonic()
-        return await self._leases.renew_all(self.node, self.seconds), self.deadline(began)
+        held = await self._leases.renew_all(self.node, self.seconds)
+        now = time.monotonic()
+        if self._is_late(now):
+            self._connected = now
+        self._renewed = now
+        return held, self.deadline(began)
+
+    def _is_late(self, now: float) -> bool:
+        """Whether the leases were not renewed for so long that those of other servers may have ended meanwhile: they
+        had two thirds of their time left at least.
+        """
+        return now - self._renewed > self.seconds / 2
+
+    @property
+    def _connected_s(self) -> float:
+        now = time.monotonic()
+        return 0.0 if self._is_late(now) else now - self._connected
+
+    @property
+    def _waits(self) -> bool:
+        """Whether this server waits for others that may be back."""
+        return self._shared and self._connected_s < self.seconds
 
     async def hand_back(self, record: SessionRecord, to: str) -> None:
         """Give a lease back to the silent server from which it was taken."""
@@ -65,6 +95,8 @@ class Leases:
 
     async def abandoned(self) -> list[str]:
         """Return the sessions of silent servers: their lease ended, and nobody took it for the same time again."""
+        if self._waits:
+            return []
         return [
             lease.session_id for lease in await self._leases.expired(grace=self.seconds) if lease.owner != self.node
         ]
