@@ -24,6 +24,7 @@
     └── PlatformError           500  carrel itself or its host failed; never the result of a command
         ├── ProviderUnavailable 503
         ├── ArchiveUnavailable  503  the archive's storage does not answer
+        ├── DatabaseUnavailable 503  the database of the servers does not answer; ask again after `Retry-After`
         ├── SnapshotDamaged     500  stored content is missing or has changed
         ├── SandboxLost         502  the sandbox died or sent an invalid response
         ├── NodeUnreachable     503  the server that has the session does not answer; ask again after `Retry-After`
@@ -221,6 +222,14 @@ class ArchiveUnavailable(PlatformError):
     """The storage of the archive does not answer or refuses the request. The archive is unchanged."""
 
     code, status, title = "archive_unavailable", 503, "The archive cannot be reached"
+
+
+class DatabaseUnavailable(PlatformError):
+    """The database that servers share does not answer. The same request succeeds when it is back. `retry_after` in
+    `extra` is in seconds.
+    """
+
+    code, status, title = "database_unavailable", 503, "The database cannot be reached"
 
 
 class SnapshotDamaged(PlatformError):

@@ -20,7 +20,7 @@ from carrel.control.sessions.live import LiveSandbox, LiveSandboxes, info_of
 from carrel.control.sessions.request_checks import refuse_differences
 from carrel.control.sessions.starting import Starting
 from carrel.control.workspaces.workspaces import Workspaces
-from carrel.errors import AlreadyExists, Conflict, NotFound, NotRunning, PlatformError, RunsElsewhere
+from carrel.errors import AlreadyExists, Conflict, NotFound, NotRunning, RunsElsewhere
 from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
 from carrel.policy.shell import changes_what_runs
 from carrel.primitives.keyed_lock import KeyedLocks
@@ -169,8 +169,7 @@ class Sessions:
     async def _deploy(
         self, caller: Caller | OwnWork, request: SandboxRequest, key: str | None
     ) -> tuple[SandboxInfo, bool]:
-        if self._starting.closing:
-            raise PlatformError("the server is shutting down", hint="ask again when it is back")
+        self._starting.require_open()
         if request.context_id is None:
             return await self._starting.start(caller, request, None, None, key), True
         async with self.lock(f"context {request.context_id}"):
@@ -206,8 +205,7 @@ class Sessions:
         """Start an ephemeral sandbox for work of carrel, under the policy of a context; of none when `acts_for` is
         empty. `seed` may fill its workspace before the start.
         """
-        if self._starting.closing:
-            raise PlatformError("the server is shutting down", hint="ask again when it is back")
+        self._starting.require_open()
         return await self._starting.start(OWN_WORK, request, None, None, None, acts_for=acts_for, seed=seed)
 
     async def end_own(self, session_id: str, harvest: Callable[[str], Awaitable[None]] | None = None) -> None:
