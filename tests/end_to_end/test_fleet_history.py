@@ -15,10 +15,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
-from tests.support.balancer import Balancer
 from tests.support.fleet import TOKEN, Fleet
 from tests.support.fleet_history import Context, History, Writer
 from tests.support.postgres import Postgres
+from tests.support.relays import Balancer
 from tests.support.s3 import S3Server
 
 from carrel.client import AsyncClient
