@@ -273,3 +273,13 @@ async def test_only_one_server_delivers_to_a_bus(store: EventStore) -> None:
     await store.stop_delivering("nats", "a")
     assert await store.deliver("nats", "b", 0.0)
     assert await store.delivered("nats") == 7
+
+
+async def test_an_event_that_cannot_be_told_is_lost_and_the_log_says_so(
+    log: EventLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.tell([draft("c", 1)])
+    assert await read(log, EVERYTHING, 0, 1) == [(1, '{"n":1}')]
+    await log.close()
+    log.tell([draft("c", 2)])
+    assert "1 events (notice) are lost: the event log is closed" in caplog.text

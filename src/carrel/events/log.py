@@ -158,6 +158,14 @@ class EventLog:
         """
         self._put(_Append(drafts))
 
+    def tell(self, drafts: Sequence[EventDraft]) -> None:
+        """Append events soon, for a caller that goes on without them: if that is impossible, the log says so."""
+        try:
+            self.add(drafts)
+        except CarrelError as error:
+            kinds = ", ".join(sorted({draft.kind for draft in drafts}))
+            log.warning("%d events (%s) are lost: %s", len(drafts), kinds, error)
+
     async def append(self, drafts: Sequence[EventDraft]) -> None:
         """Append events and return when they are stored. Those of several callers share a transaction. When this
         raises, none of them is stored.

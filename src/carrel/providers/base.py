@@ -89,6 +89,21 @@ class RootImage:
     writable: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ResourceUse:
+    """The processor time of a sandbox since it started, and its memory now and at its peak. None: unknown."""
+
+    cpu_s: float | None = None
+    memory_bytes: int | None = None
+    memory_peak_bytes: int | None = None
+
+    @classmethod
+    def counted(cls, found: Mapping[str, int]) -> ResourceUse:
+        """Make it from what `cgroups.group_usage` returns."""
+        cpu_us = found.get("cpu_us")
+        return cls(None if cpu_us is None else cpu_us / 1e6, found.get("memory_bytes"), found.get("memory_peak_bytes"))
+
+
 @dataclass(frozen=True)
 class Launch:
     """Everything that a provider needs to start one sandbox. Limits and masks that are None are not enforced.
@@ -185,9 +200,9 @@ class Provider(ABC):
         """Return the disk space of deleted workspace files that are still open in the sandbox; 0 when unknown."""
         return 0
 
-    async def memory_bytes(self, handle: Handle) -> int | None:
-        """Return the memory that the sandbox uses now; None when unknown."""
-        return None
+    async def resources(self, handles: Sequence[Handle]) -> Mapping[str, ResourceUse]:
+        """Return what sandboxes use, by the ids of their handles, without those of which nothing is known."""
+        return {}
 
     async def way_out(self, handle: Handle) -> int | None:
         """Return the egress socket: the listening socket for the sandbox's outbound connections; None without one.

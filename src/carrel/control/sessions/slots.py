@@ -22,8 +22,10 @@ from carrel.control.sessions.capacity import Capacity
 from carrel.control.sessions.slot_sizes import PoolSizes
 from carrel.control.sessions.slot_table import Slot, SlotKind, SlotPool, SlotState, SlotTable
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
+from carrel.events import EventLog
 from carrel.images.storage import ImageStorage, RootHold
 from carrel.metrics import Metrics
+from carrel.models.events import EventKind
 from carrel.primitives import tasks
 from carrel.providers.base import Handle, Launch, Provider
 from carrel.threads import run_to_end
@@ -55,6 +57,7 @@ class Slots:
         sizes: PoolSizes,
         capacity: Capacity,
         metrics: Metrics,
+        events: EventLog,
         storage: ImageStorage,
         still_means: StillMeans,
     ):
@@ -62,6 +65,7 @@ class Slots:
         self._sizes = sizes
         self._capacity = capacity
         self._metrics = metrics
+        self._events = events
         self._storage = storage
         self._still_means = still_means
         self._table = SlotTable(
@@ -123,11 +127,14 @@ class Slots:
         return handle
 
     def _take(self, pool: SlotPool) -> Slot | None:
+        was_dry = pool.dry
         slot = self._table.take(pool, time.monotonic())
         self._measure()
         if slot is None and pool.counts.size:
             self._metrics.pool_claimed(pool.kind.provider, "dry")
             log.info("no slot of %s is ready: a sandbox starts cold", _name(pool.kind))
+        if pool.dry and not was_dry:
+            self._events.tell([self._events.draft(EventKind.POOL_DRY, None, None, _told(pool))])
         return slot
 
     async def _claim(self, provider: Provider, slot: Slot, launch: Launch) -> Handle | None:
@@ -367,6 +374,19 @@ class Slots:
 def has_slots(provider: Provider) -> bool:
     """Whether a provider starts slots at all."""
     return type(provider).start_slot is not Provider.start_slot
+
+
+def _told(pool: SlotPool) -> dict[str, object]:
+    """Return what the event of a dry pool says."""
+    return {
+        "provider": pool.kind.provider,
+        "template": pool.kind.template,
+        "image": pool.kind.image,
+        "size": pool.counts.size,
+        "most": pool.counts.most,
+        "starting": len(pool.in_state("starting")),
+        "last_failure": pool.last_failure,
+    }
 
 
 def _name(kind: SlotKind) -> str:
