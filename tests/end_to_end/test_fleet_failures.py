@@ -5,6 +5,7 @@ between two servers. The table in docs/explanation/durability.md has a row for e
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import shutil
 import tempfile
@@ -17,10 +18,12 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import pytest
 from tests.support.fleet import Fleet, eventually
 from tests.support.postgres import Postgres
 from tests.support.relays import UnixLine
 from tests.support.s3 import S3Server
+from tests.support.two_networks import ADDRESSES, TwoNetworks
 
 LEASE_S = 3.0
 SOCKET = ".s.PGSQL.5432"
@@ -33,6 +36,7 @@ from carrel.cli import main
 main(sys.argv[1:])
 """
 """The command line, with another time of day."""
+DEPLOY = "/v1/sandboxes", {"context_id": "parted"}
 
 
 @dataclass
@@ -46,14 +50,16 @@ class Place:
     lines: dict[str, UnixLine] = field(default_factory=dict)
     began: dict[str, float] = field(default_factory=dict)
 
-    async def start(self, name: str, **settings: Any) -> None:
-        """Start a server, again or for the first time."""
+    async def start(
+        self, name: str, connect: Callable[[str], httpx.AsyncClient] | None = None, **settings: Any
+    ) -> None:
+        """Start a server, again or for the first time. `connect` makes its client."""
         self.began[name] = time.monotonic()
         self.fleet.start(name, CARREL_DATABASE=self.database(name), **settings)
         await asyncio.to_thread(self.fleet.ready, name)
         if name in self.http:
             await self.http[name].aclose()
-        self.http[name] = self.fleet.http(name)
+        self.http[name] = (connect or self.fleet.http)(name)
 
     async def begun(self, name: str, context: str) -> str:
         """Start a context on a server that has less to do than the others; return its path."""
@@ -279,3 +285,42 @@ async def test_clocks_differ_by_hours(postgres: Postgres, carrel_forks: None) ->
         await place.http["b"].delete(boxes["b"])
         assert (await place.resumed("a", "of-b"))["state"] == "running"
         assert await place.run("b", boxes["b"], "echo anew") == "anew\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
+async def test_two_servers_lose_each_other_and_keep_the_database(
+    postgres: Postgres, tmp_path: Path, carrel_forks: None
+) -> None:
+    with TwoNetworks() as networks:
+        async with serving(postgres) as place:
+
+            def connect(name: str) -> httpx.AsyncClient:
+                return networks.http(name, place.fleet.url(name), tmp_path)
+
+            for name in ("a", "b"):
+                await place.start(name, connect, host=ADDRESSES[name], within=networks.within(name))
+            box = await place.begun("a", "parted")
+            await place.run("b", box, "echo one >> file")
+            slow = {"command": "echo slow >> file; sleep 600"}
+            waiting = asyncio.ensure_future(place.http["b"].post(f"{box}/commands", json=slow))
+            async with asyncio.timeout(30):
+                while "slow" not in await place.run("a", box, "cat file"):
+                    await asyncio.sleep(0.05)
+            networks.cut()
+            cut = time.monotonic()
+            # Its owner goes on. The other says so, does not take the session, and does not keep callers waiting for long.
+            while time.monotonic() - cut < 3 * LEASE_S:
+                assert await place.run("a", box, "echo on") == "on\n"
+                began = time.monotonic()
+                for path, body in ((f"{box}/commands", {"command": "echo no >> file"}), DEPLOY):
+                    answer = await place.http["b"].post(path, json=body)
+                    assert (answer.status_code, answer.json()["code"]) == (503, "node_unreachable"), answer.text
+                    assert answer.json()["retry"] is True
+                assert time.monotonic() - began < 40
+            answer = await waiting
+            assert (answer.status_code, answer.json()["code"]) == (503, "node_unreachable"), answer.text
+            assert "may have been done" in answer.json()["hint"]
+            assert time.monotonic() - cut < 60
+            networks.mend()
+            assert await place.run("b", box, "cat file") == "one\nslow\n"
+            assert (await place.resumed("b", "parted"))["node"] == "a"

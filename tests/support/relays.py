@@ -6,6 +6,7 @@ Each runs in a thread with a loop of its own, so that a busy test does not slow 
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -151,8 +152,22 @@ class Balancer(Relay):
         return None
 
 
-class TcpLine(Balancer):
-    """A line to one server."""
+class UnixToTcp(Relay):
+    """A line from a Unix socket to a port, for a process in another network namespace."""
 
-    def __init__(self, address: Callable[[], str]):
-        super().__init__(lambda: [address()])
+    def __init__(self, listen: str, host: str, port: int):
+        self._target = host, port
+        super().__init__(listen)
+
+    async def connect(self) -> Streams | None:
+        """See `Relay`."""
+        with suppress(OSError):
+            return await asyncio.open_connection(*self._target, limit=_PIECE)
+        return None
+
+
+if __name__ == "__main__":  # PATH HOST PORT, until standard input ends
+    line = UnixToTcp(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    print("ready", flush=True)
+    sys.stdin.read()
+    line.close()
