@@ -14,7 +14,8 @@
     │   ├── AlreadyExists       409
     │   ├── EditMismatch        409  the text to replace is absent or not unique
     │   ├── NotRunning          409
-    │   └── RunsElsewhere       409  another server on the same database has the session; `node`
+    │   ├── ThreadBusy          409  another process runs this thread of a graph
+    │   └── RunsElsewhere       409  between servers: another one has the session; `node`
     ├── Unsupported             422  the provider or the host lacks a capability
     ├── ImageRefused            422  an image is damaged, hostile, too large or not for this machine
     ├── LimitExceeded           429  a quota or a capacity is used up
@@ -168,9 +169,15 @@ class NotRunning(Conflict):
     code, title = "not_running", "Not running"
 
 
+class ThreadBusy(Conflict):
+    """Another process runs this thread of a graph."""
+
+    code, title = "thread_busy", "Another process runs this thread"
+
+
 class RunsElsewhere(Conflict):
-    """Another server on the same database has the session, and the request cannot be forwarded to it; `node` in `extra`
-    names it.
+    """Another server on the same database has the session; `node` in `extra` names it. Servers tell each other this; a
+    caller never gets it.
     """
 
     code, title = "runs_elsewhere", "Another server has this session"
