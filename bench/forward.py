@@ -19,7 +19,7 @@ from bench.measure import BenchFailed, Contender, Progress, Report, Table, media
 from bench.wire import SUCCESS, Wire, request
 from carrel.client import Client
 
-ROUNDS, DOWNLOADS, KEYS = 100, 1, 3
+ROUNDS, DOWNLOADS, KEYS = 1000, 5, 9
 MB = 1024 * 1024
 SIZE_MB = 1024
 TERMINALS, BOXES = 200, 8
