@@ -197,6 +197,39 @@ async def test_hosted_mcp_urls(fleet: Fleet, at: dict[str, httpx.AsyncClient]) -
     await ended(at[wrong], "mcp-hosted")
 
 
+async def test_any_server_streams_the_events_of_all(fleet: Fleet, at: dict[str, httpx.AsyncClient]) -> None:
+    owner, box = await started(at["a"], "watched")
+    wrong, third = (name for name in ALL if name != owner)
+
+    async def ended_commands(name: str, count: int, **headers: str) -> list[tuple[int, str]]:
+        """The ids of ends of commands, as they come."""
+        found: list[tuple[int, str]] = []
+        query = {"context_id": "watched", "kind": "command.ended", "after": "0"}
+        async with (
+            asyncio.timeout(30),
+            at[name].stream("GET", "/v1/events", params=query, headers=headers) as stream,
+        ):
+            assert stream.status_code == 200
+            async for line in stream.aiter_lines():
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    found.append((event["id"], event["node"]))
+                if len(found) == count:
+                    break
+        return found
+
+    following = asyncio.ensure_future(ended_commands(third, 4))
+    for name in (owner, wrong, third, wrong):
+        assert (await at[name].post(f"{box}/commands", json={"command": "true"})).status_code == 200
+    found = await following
+    ids = [number for number, _ in found]
+    assert ids == sorted(set(ids)) and {node for _, node in found} == {owner}
+    # What was seen on one server is not repeated by another.
+    rest = await ended_commands(wrong, 2, **{"last-event-id": str(ids[1])})
+    assert [number for number, _ in rest] == ids[2:]
+    await ended(at["a"], "watched")
+
+
 async def test_the_owner_applies_scopes_reach_and_approvals(fleet: Fleet, at: dict[str, httpx.AsyncClient]) -> None:
     owner, box = await started(at["a"], "team:governed")
     wrong, third = (name for name in ALL if name != owner)
