@@ -11,7 +11,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,12 @@ class Place:
         assert answer.status_code == 200 and answer.json()["exit_code"] == 0, answer.text
         return str(answer.json()["stdout"])
 
+    async def load(self, name: str, box: str) -> None:
+        """Run commands until the server is gone."""
+        with suppress(httpx.TransportError):
+            while True:
+                await self.http[name].post(f"{box}/commands", json={"command": "true"})
+
     async def archived(self, name: str, box: str) -> None:
         """Take a snapshot and wait until it is in the archive."""
         taken = (await self.http[name].post(f"{box}/snapshots")).json()["id"]
@@ -141,8 +147,13 @@ async def test_a_server_is_lost_with_its_disk(postgres: Postgres, carrel_forks: 
         async with asyncio.timeout(60):  # the others have seen it for long enough
             while time.monotonic() - place.began["b"] < 1.5 * LEASE_S:
                 await asyncio.sleep(0.05)
-        place.fleet.lose("a")
-        began = time.monotonic()
+        async with asyncio.TaskGroup() as working:  # so that it is lost in the middle of transactions
+            for _ in range(4):
+                working.create_task(place.load("a", fresh))
+            await place.run("a", fresh, "sleep 0.5")
+            place.lines["a"].set("silent")  # nobody tells the database
+            place.fleet.lose("a")
+            began = time.monotonic()
         # At once: what was stopped, and what runs elsewhere. After the lease: what ran there.
         assert await place.run("b", at_b, "echo on") == "on\n"
         assert (await place.resumed("b", "stopped"))["node"] == "b"
@@ -156,11 +167,40 @@ async def test_a_server_is_lost_with_its_disk(postgres: Postgres, carrel_forks: 
         found = await place.resumed("b", "fresh")
         assert "had archived nothing" in found["notice"]
         assert "file" not in (await place.run("b", fresh, "ls")).split()
-        assert time.monotonic() - began < LEASE_S + 30
+        assert time.monotonic() - began < LEASE_S + 45
+        place.lines["a"].set("passes")
         # A new machine of that name starts with nothing, and takes what it is given.
         await place.start("a")
         assert await place.run("a", busy, "cat file") == "kept\n"
         assert (await place.http["a"].post(f"{busy}/stop")).status_code == 200
+
+
+async def test_a_server_that_comes_back_late_still_has_the_newest_files(postgres: Postgres, carrel_forks: None) -> None:
+    async with serving(postgres, "a", "b") as place:
+        box = await place.begun("a", "late")
+        await place.run("a", box, "echo archived > file")
+        await place.archived("a", box)
+        await place.run("a", box, "echo newest > file")
+        place.fleet.kill("a")
+        async with asyncio.timeout(60):
+            while (await place.http["b"].get(box)).json()["state"] != "stopped":
+                await asyncio.sleep(0.05)
+        await place.start("a", CARREL_MAX_SANDBOXES="1")
+        filler = await place.begun("a", "filler")
+        async with asyncio.timeout(60):
+            while [each["sandboxes"] for each in (await place.http["b"].get("/v1/nodes")).json()["items"]] != [1, 0]:
+                await asyncio.sleep(0.05)
+        # It has no room. The archive has older files, and another server has room: that is no reason to lose the newest.
+        answer = await place.http["b"].post("/v1/sandboxes", json={"context_id": "late"})
+        assert answer.status_code == 429, answer.text
+        assert (await place.http["b"].post(f"{filler}/terminate")).status_code == 200
+        assert (await place.resumed("b", "late"))["node"] == "a"
+        assert await place.run("b", box, "cat file") == "newest\n"
+        # A session that was stopped and archived may move when its server is full.
+        assert (await place.http["b"].post(f"{box}/stop")).json()["state"] == "stopped"
+        await place.begun("a", "filler")
+        assert (await place.resumed("b", "late"))["node"] == "b"
+        assert await place.run("a", box, "cat file") == "newest\n"
 
 
 async def test_the_database_is_away_for_longer_than_the_leases(postgres: Postgres, carrel_forks: None) -> None:
@@ -282,7 +322,7 @@ async def test_clocks_differ_by_hours(postgres: Postgres, carrel_forks: None) ->
             assert await place.run(other, boxes["a"], "cat file") == expected
             await place.start(name, program=clocks[name])
         # A session that is ended on one and made anew on the other.
-        await place.http["b"].delete(boxes["b"])
+        assert (await place.http["b"].post(f"{boxes['b']}/terminate")).status_code == 200
         assert (await place.resumed("a", "of-b"))["state"] == "running"
         assert await place.run("b", boxes["b"], "echo anew") == "anew\n"
 

@@ -68,14 +68,17 @@ class Relay(ABC):
                 writer.transport.abort()
 
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Copy until one side has sent everything, and tell the other."""
-        with suppress(OSError):
+        """Copy until one side has sent everything or is gone, and tell the other."""
+        try:
             while data := await reader.read(_PIECE):
                 await self._open.wait()
                 writer.write(data)
                 await writer.drain()
             await self._open.wait()
             writer.write_eof()
+        except OSError:
+            await self._open.wait()
+            writer.transport.abort()
 
     def set(self, state: State) -> None:
         """`silent`: nothing is passed on, as if packets were lost. `refuses`: every connection breaks."""

@@ -40,12 +40,17 @@ class NodeRecord(NodeFacts):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Where a session is. `owner` has its lease for `lease_left_s` more seconds; `node` has its files."""
+    """Where a session is. `owner` has its lease for `lease_left_s` more seconds; `node` has its files.
+
+    `released`: its last owner gave the lease back; else that owner fell silent, and may have newer files than the
+    archive.
+    """
 
     owner: str | None
     lease_left_s: float
     node: str | None
     state: State
+    released: bool
 
 
 class NodeStore:
@@ -94,7 +99,8 @@ class NodeStore:
         query = query.order_by(first, columns.created_at.desc(), columns.id.desc()).limit(1)
         for row in await self._database.rows(query):
             seconds = 0.0 if row.lease_owner is None or row.left is None else max(0.0, float(row.left))
-            return Holding(row.lease_owner if seconds else None, seconds, row.node, State(row.state))
+            owner = row.lease_owner if seconds else None
+            return Holding(owner, seconds, row.node, State(row.state), row.lease_owner is None)
         return None
 
 

@@ -78,7 +78,7 @@ class Routing:
         files = None if holding is None else holding.node
         candidates = self._nodes.candidates()
         holder = candidates.get(files or "")
-        movable = holder is None or holder.has_room or context is None or await self._is_archived(context)
+        movable = holder is None or holder.has_room or await self._is_archived(context, holding)
         wanted = provider if isinstance(provider, str) and provider != "auto" else None
         chosen = choose(candidates, self._nodes.name, files=files, movable=movable, provider=wanted)
         if chosen == self._nodes.name:
@@ -120,7 +120,10 @@ class Routing:
             )
         return place
 
-    async def _is_archived(self, context: str) -> bool:
+    async def _is_archived(self, context: str | None, holding: Holding | None) -> bool:
+        """Whether the archive has the newest files of a context."""
+        if context is None or holding is None or not holding.released:
+            return False
         snapshots = await self._snapshots.all_ready(context)
         return bool(snapshots) and snapshots[0].archived
 
