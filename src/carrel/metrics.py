@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from carrel.errors import BY_CODE, CarrelError
@@ -97,6 +98,11 @@ COMMAND = _declare(
     "How long commands, Python calls and cells ran, in the foreground or not.",
     {"template": _TEMPLATE, "exit": ", ".join(f"`{each}`" for each in sorted(EXITS))},
     (*_QUICK, 900.0, 3600.0),
+)
+SVID_EXPIRES = _declare(
+    "carrel_svid_expires_seconds",
+    "gauge",
+    "Seconds until this server's SVID expires; it is renewed at half of its life.",
 )
 EVENT_LAST_ID = _declare("carrel_event_last_id", "gauge", "Number of the newest event; its growth is the rate.")
 EVENT_READERS = _declare("carrel_event_readers", "gauge", "Open streams of events of this server.")
@@ -358,6 +364,7 @@ class Metrics:
         self._event_last = self._gauge(EVENT_LAST_ID)
         self._event_readers = self._gauge(EVENT_READERS)
         self._event_behind = self._gauge(EVENT_BUS_BEHIND)
+        self._svid_expires: Gauge | None = None
         self._archive_bytes = Counter(ARCHIVE_BYTES.name, ARCHIVE_BYTES.text, registry=self._registry)
         self._syncs = _Series(self._histogram(SYNC))
         self._image_pulls = _Series(self._histogram(IMAGE_PULL))
@@ -479,6 +486,12 @@ class Metrics:
         """Remove the metrics of a workspace."""
         self._workspaces.forget(context_id)
 
+    def svid(self, expires_in_s: float) -> None:
+        """Set how long the SVID of this server is valid. A server without one shows no such metric."""
+        if self._svid_expires is None:
+            self._svid_expires = self._gauge(SVID_EXPIRES)
+        self._svid_expires.set(expires_in_s)
+
     def events(self, last: int, readers: int, behind: int) -> None:
         """Set how long the event log is, how many read it, and what the bus lacks."""
         self._event_last.set(last)
@@ -490,12 +503,15 @@ class Metrics:
         self._volume_used.set(used)
         self._volume_capacity.set(capacity)
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return everything as text with its media type: OpenMetrics if `accept` has it, else the older format."""
+    def render(self, accept: str = "", others: Sequence[str] = ()) -> tuple[bytes, str]:
+        """Return everything as text with its media type: OpenMetrics if `accept` has it, else the older format.
+        `others` are the metrics of the other workers of this server in the older format; they are added.
+        """
+        shown: CollectorRegistry = _Summed(self._registry, others) if others else self._registry  # type: ignore[assignment]
         if OPENMETRICS in accept:
-            text: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
+            text: bytes = openmetrics.generate_latest(shown)  # type: ignore[no-untyped-call]
             return text, openmetrics.CONTENT_TYPE_LATEST
-        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+        return generate_latest(shown), CONTENT_TYPE_PLAIN_0_0_4
 
     def families(self) -> Iterator[Metric]:
         """Return everything as objects of the library."""
@@ -508,6 +524,40 @@ class Metrics:
 
     def _gauge(self, declared: MetricDeclaration) -> Gauge:
         return Gauge(declared.name, declared.text, list(declared.labels), registry=self._registry)
+
+
+_NOT_SUMMED = ("_timestamp_seconds", "_start_time_seconds", "_max_fds", WORKSPACE_BYTES.name)
+"""The ends of the names of metrics of which the largest value counts: several workers have the same one."""
+
+
+class _Summed:
+    """The metrics of several workers together, as a registry for the library's writers."""
+
+    def __init__(self, own: CollectorRegistry, others: Sequence[str]):
+        self._own = own
+        self._others = others
+
+    def collect(self) -> Iterator[Metric]:
+        """Return each metric once, with the sum of its values."""
+        families: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        every = [self._own.collect(), *(text_string_to_metric_families(text) for text in self._others)]
+        for metrics in every:
+            for metric in metrics:
+                families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                known = values.setdefault(metric.name, {})
+                for sample in metric.samples:
+                    if sample.name.endswith("_created"):  # a moment
+                        continue
+                    key = sample.name, tuple(sorted(sample.labels.items()))
+                    if metric.name.endswith(_NOT_SUMMED):
+                        known[key] = max(known.get(key, sample.value), sample.value)
+                    else:
+                        known[key] = known.get(key, 0.0) + sample.value
+        for name, metric in families.items():
+            for (sample_name, labels), value in values[name].items():
+                metric.add_sample(sample_name, dict(labels), value)
+            yield metric
 
 
 def _known(outcome: str) -> str:

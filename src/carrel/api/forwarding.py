@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from carrel.api.problems import MOVED_HEADER
 from carrel.api.socket_relay import SocketRelay, with_first_message
+from carrel.connections import of_scope
 from carrel.control.http_wire import MAX_PROBLEM, HttpWire
 from carrel.control.nodes.passes import (
     ADMINISTRATOR,
@@ -41,6 +42,7 @@ from carrel.identity import ROOT, Identity, Tokens
 from carrel.metrics import Metrics
 from carrel.models.operations import DEPLOY_OR_RESUME, TABLE, ForwardedOperation
 from carrel.primitives import tasks
+from carrel.tracing import trace_now
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -57,6 +59,8 @@ _HOP = frozenset(
     }
 )  # fmt: skip
 """Headers of an answer that concern one connection, or that the gate of this server adds."""
+_REPLACED = frozenset({b"x-request-id", b"traceparent", b"tracestate"})
+"""Headers of a request whose values this server has checked, or makes."""
 
 
 def _prefixes() -> str:
@@ -160,7 +164,10 @@ class Forwarding:
         metrics: Metrics,
         *,
         authenticated: bool,
+        verified: bool,
     ):
+        """`verified`: servers have SPIFFE IDs."""
+        self._verified = verified
         self._metrics = metrics
         self._routing = routing
         self._passes = passes
@@ -186,6 +193,15 @@ class Forwarding:
         """Return the caller of a forwarded request; `Unauthorized`."""
         request = Forwardable(scope.get("method", "GET"), _target_of(scope), kept_headers(scope["headers"]), "")
         passed = self._passes.check(value, request)
+        connection = of_scope(scope)
+        if self._verified and (connection is None or connection.node != passed.sender):
+            raise Unauthorized(
+                "requests are forwarded with mutual TLS only, by the server that signs the pass",
+                field="Carrel-Forwarded",
+                hint="give all servers of the database the same CARREL_SPIFFE_SOURCE",
+            )
+        if self._verified:
+            await self._routing.require_member(passed.sender)
         if passed.caller == ANYONE:
             if self._authenticated:
                 raise Unauthorized(
@@ -298,8 +314,10 @@ class Forwarding:
 
     def _headers(self, peer: Peer, scope: Scope, described: str, caller: Caller) -> list[tuple[bytes, bytes]]:
         """Return the headers of a forwarded request, with its pass."""
-        headers = [pair for pair in kept_headers(scope["headers"]) if pair[0] != b"x-request-id"]
+        headers = [pair for pair in kept_headers(scope["headers"]) if pair[0] not in _REPLACED]
         headers.append((b"x-request-id", (caller.request_id or "").encode()))
+        if (trace := trace_now(caller.trace)) is not None:
+            headers += trace.headers()
         request = Forwardable(scope.get("method", "GET"), _target_of(scope), headers, described)
         who = ANYONE
         if self._authenticated:

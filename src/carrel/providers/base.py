@@ -15,6 +15,7 @@ from carrel.errors import Unsupported
 from carrel.isolation.masks import Masks
 from carrel.models import Network, ProviderStatus
 from carrel.primitives.trees import Identity
+from carrel.providers.links import SupervisorLink, UnixLink
 
 Handle = dict[str, str | int | float | bool | None]
 """Identifies a sandbox: a flat JSON object, which always has `provider`, `id` and `socket`."""
@@ -176,6 +177,12 @@ class Provider(ABC):
         slot is removed. Raises as `start` does.
         """
         raise Unsupported(f"provider '{self.name}' has no slots", hint="choose another provider")
+
+    def link(self, handle: Handle) -> SupervisorLink:
+        """Return how the supervisor of a sandbox is reached: at a Unix socket, unless the provider says otherwise.
+        Raises `PlatformError`.
+        """
+        return UnixLink(str(handle["socket"]))
 
     @abstractmethod
     async def alive(self, handle: Handle) -> bool:

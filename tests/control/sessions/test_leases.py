@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from carrel.control.nodes.workers import Worker
 from carrel.control.sessions.leases import Leases
 from carrel.errors import RunsElsewhere
 from carrel.models import Limits, Network, State, Trust
@@ -21,7 +22,7 @@ async def test_taking_keeping_and_losing(tmp_path: Path) -> None:
     database = await Database.open(str(tmp_path / "db"))
     try:
         store, leases = SessionStore(database), LeaseStore(database)
-        a, b = Leases(leases, "a", 30.0, shared=False), Leases(leases, "b", 30.0, shared=False)
+        a, b = (Leases(leases, Worker(name), 30.0, shared=False) for name in ("a", "b"))
         await store.insert(RECORD, a.lease)
         assert (await a.take(RECORD)).fence == 1
         assert (await a.take(RECORD, anew=True)).fence == 2
@@ -51,7 +52,7 @@ async def test_after_a_time_without_the_database_a_server_waits_for_the_others(t
     database = await Database.open(str(tmp_path / "db"))
     try:
         store, leases = SessionStore(database), LeaseStore(database)
-        a, b = Leases(leases, "a", 30.0, shared=True), Leases(leases, "b", 30.0, shared=True)
+        a, b = (Leases(leases, Worker(name), 30.0, shared=True) for name in ("a", "b"))
         await store.insert(RECORD, a.lease)
         ended = LeaseStore(database, lambda: database_clock() - 100.0)
         assert await ended.renew_all("a", 30.0)  # so it ended 70 seconds ago
@@ -71,7 +72,7 @@ async def test_after_a_time_without_the_database_a_server_waits_for_the_others(t
         assert (await b.take(RECORD)).fence == 3, "it ended while this server had the database"
         assert await LeaseStore(database, lambda: database_clock() - 200.0).renew_all("b", 30.0)
         await store.update(RECORD.id, fence=3, state=State.STOPPED)
-        c = Leases(leases, "c", 30.0, shared=True)
+        c = Leases(leases, Worker("c"), 30.0, shared=True)
         assert (await c.take(RECORD)).fence == 4, "nothing runs that could be lost"
     finally:
         await database.close()

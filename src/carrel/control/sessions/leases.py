@@ -8,6 +8,7 @@ import logging
 import time
 from dataclasses import replace
 
+from carrel.control.nodes.workers import Worker
 from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
@@ -20,16 +21,19 @@ log = logging.getLogger("carrel.leases")
 
 
 class Leases:
-    """The leases of one server.
+    """The leases of one server, or of one of its workers.
 
     After a time without the database, a server cannot tell a dead server from one that had no database either. So for
     one lease it takes over no sandbox whose lease ended in that time: its owner may be back, with newer files. The same
     holds after its own start, as all servers may have lost power. `shared`: the database may have other servers.
     """
 
-    def __init__(self, leases: LeaseStore, node: str, seconds: float, *, shared: bool):
+    def __init__(self, leases: LeaseStore, worker: Worker, seconds: float, *, shared: bool):
         self._leases = leases
-        self.node = node
+        self._worker = worker
+        self.node = worker.name
+        self.server = worker.server
+        """The name under which sessions have their files: all workers of a server share them."""
         self.seconds = seconds
         self._shared = shared
         self._renewed = self._connected = time.monotonic()
@@ -46,8 +50,12 @@ class Leases:
 
     async def take(self, record: SessionRecord, *, anew: bool = False) -> SessionRecord:
         """Take the lease of a session; `RunsElsewhere` when another server has it."""
-        within = self._connected_s if self._waits else None
-        fence = await self._leases.acquire(record.id, self.node, self.seconds, anew=anew, ended_within=within)
+        dead = record.lease_owner if anew and self._worker.recovers(record.lease_owner) else None
+        waits = self._waits and record.lease_owner not in self._worker.names
+        within = self._connected_s if waits else None
+        fence = await self._leases.acquire(
+            record.id, self.node, self.seconds, anew=anew, dead=dead, ended_within=within
+        )
         if fence is None:
             lease = await self._leases.get(record.id)
             owner = lease.owner if lease else "another server"
@@ -97,9 +105,9 @@ class Leases:
         """Return the sessions of silent servers: their lease ended, and nobody took it for the same time again."""
         if self._waits:
             return []
-        return [
-            lease.session_id for lease in await self._leases.expired(grace=self.seconds) if lease.owner != self.node
-        ]
+        here = self._worker.names  # a worker that hangs is replaced, and its sandboxes run on
+        found = await self._leases.expired(grace=self.seconds)
+        return [lease.session_id for lease in found if lease.owner not in here]
 
     async def revoke(self, record: SessionRecord) -> SessionRecord | None:
         """Fence a silent server off from a session, without taking the session; None when it is back, or another server
@@ -137,7 +145,7 @@ class LeaseUpkeep:
             await self._live.end(box, self._attachments)
             return
         now = await self._store.get(box.record.id)
-        if now is None or now.node != self._leases.node or now.state not in {State.RUNNING, State.STOPPED}:
+        if now is None or now.node != self._leases.server or now.state not in {State.RUNNING, State.STOPPED}:
             if self._live.has(box) and (now is None or now.state not in LIVE):
                 await self._live.end(box, self._attachments)
                 await self._store.update(box.record.id, fence=taken.fence, release=True)
