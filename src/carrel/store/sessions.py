@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Double, Update, and_, bindparam, case, fun
 from sqlalchemy.engine import Connection, RowMapping
 from sqlalchemy.exc import IntegrityError
 
-from carrel.errors import AlreadyExists, Conflict
+from carrel.errors import AlreadyExists, RunsElsewhere
 from carrel.models import HostPath, Limits, Network, SandboxInfo, State, Trust
 from carrel.models.events import EventDraft, EventKind, body_of
 from carrel.store.clock import database_clock, moment_after
@@ -204,7 +204,7 @@ class SessionStore:
         """Change some fields of one record, in one transaction.
 
         With `fence`, only while its lease was not released or acquired by another server: else nothing changes and
-        `Conflict` is raised. With `release` the lease is released in the same step.
+        `RunsElsewhere` is raised. With `release` the lease is released in the same step.
         """
         values |= more
         if refused := _LEASE & values.keys():
@@ -222,7 +222,7 @@ class SessionStore:
         else:
             changed = await self._database.execute(statement)
         if fence is not None and changed == 0:
-            raise Conflict(
+            raise RunsElsewhere(
                 f"the lease on session {session_id} is lost: fence {fence} is no longer the newest",
                 field="fence",
                 hint="another control plane owns the session now; leave it alone",

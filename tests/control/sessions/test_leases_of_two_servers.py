@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 import pytest
 from tests.support.calls import ADMIN
@@ -151,3 +152,25 @@ async def test_a_session_that_is_being_taken_over_does_not_run_yet(nodes: list[C
     await a.upkeep.renew_leases()
     with pytest.raises(RunsElsewhere, match="'a'"):
         await b.sessions.find("c")
+
+
+async def test_a_start_that_loses_its_lease_leaves_the_session_to_the_other(
+    nodes: list[ControlPlane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = nodes
+    slots = a.sessions._starting._slots
+    start = slots.start
+
+    async def robbed(*arguments: Any, **more: Any) -> Any:
+        handle = await start(*arguments, **more)
+        await _let_leases_end(a)
+        await b.sessions.deploy_or_resume(ADMIN, REQUEST)
+        return handle
+
+    monkeypatch.setattr(slots, "start", robbed)
+    with pytest.raises(RunsElsewhere, match="the lease"):
+        await a.sessions.deploy_or_resume(ADMIN, REQUEST)
+    assert a.sessions.live() == [] and await a.providers["namespace"].running() == []
+    found = await a.sessions.get("c")
+    assert (found.state, found.node, found.error) == (State.RUNNING, "b", None)
+    assert (await b.operations.run_command(ADMIN, "c", CommandRequest(command="true"))).ok
