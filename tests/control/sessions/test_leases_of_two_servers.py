@@ -76,6 +76,26 @@ async def test_a_server_whose_lease_was_taken_gives_its_sandbox_up(nodes: list[C
     assert (await b.operations.run_command(ADMIN, "c", CommandRequest(command="true"))).ok
 
 
+async def test_a_server_that_was_away_does_not_go_on_after_a_second_server_is_gone_too(
+    nodes: list[ControlPlane],
+) -> None:
+    a, b = nodes
+    await a.sessions.deploy_or_resume(ADMIN, REQUEST)
+    before = await a.sessions.record("c")
+    await _let_leases_end(a)
+    await b.sessions.deploy_or_resume(ADMIN, REQUEST)
+    await b.operations.write_file(ADMIN, "c", "answered", b"by b")
+    await _let_leases_end(b)
+    with pytest.raises(RunsElsewhere):
+        await a.sessions.adopt(before)  # as a recovery that read the record before
+    await a.upkeep.renew_leases()
+    assert a.sessions.live() == [], "its files are older than what b answered"
+    found = await a.sessions.record("c")
+    assert (found.node, found.lease_owner) == ("b", "b")
+    await b.upkeep.renew_leases()
+    assert (await b.operations.run_command(ADMIN, "c", CommandRequest(command="cat answered"))).stdout == "by b"
+
+
 async def test_a_late_renewal_is_no_loss_when_nobody_took_the_session(nodes: list[ControlPlane]) -> None:
     a, _ = nodes
     await a.sessions.deploy_or_resume(ADMIN, REQUEST)

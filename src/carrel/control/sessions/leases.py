@@ -48,13 +48,21 @@ class Leases:
         """Return until when (monotonic) a lease that was requested at that moment is surely valid."""
         return asked_at + self.seconds
 
-    async def take(self, record: SessionRecord, *, anew: bool = False) -> SessionRecord:
-        """Take the lease of a session; `RunsElsewhere` when another server has it."""
+    async def take(self, record: SessionRecord, *, anew: bool = False, own: bool = False) -> SessionRecord:
+        """Take the lease of a session; `RunsElsewhere` when another server has it. `own`: this server ran it last, and
+        goes on only if no other took it over since, even if that one is gone too.
+        """
         dead = record.lease_owner if anew and self._worker.recovers(record.lease_owner) else None
         waits = self._waits and record.lease_owner not in self._worker.names
         within = self._connected_s if waits else None
         fence = await self._leases.acquire(
-            record.id, self.node, self.seconds, anew=anew, dead=dead, ended_within=within
+            record.id,
+            self.node,
+            self.seconds,
+            anew=anew,
+            dead=dead,
+            ended_within=within,
+            files_on=self.server if own else None,
         )
         if fence is None:
             lease = await self._leases.get(record.id)
@@ -139,7 +147,7 @@ class LeaseUpkeep:
         """Take an expired lease again, unless another server has the session or ended it for good."""
         began = time.monotonic()
         try:
-            taken = await self._leases.take(box.record)
+            taken = await self._leases.take(box.record, own=True)
         except RunsElsewhere as error:
             log.warning("sandbox %s is given up: %s", box.record.id, error)
             await self._live.end(box, self._attachments)

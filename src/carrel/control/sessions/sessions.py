@@ -230,7 +230,7 @@ class Sessions:
         if record.state is not State.RUNNING or record.acts_for is not None:
             return False  # it was never ready, or is being stopped, or its user is gone
         began = time.monotonic()
-        record = await self._leases.take(record, anew=True)
+        record = await self._leases.take(record, anew=True, own=True)
         box = LiveSandbox(record, provider, handle, self._workspaces.path(record))
         box.leased_until = self._leases.deadline(began)
         box.used = box.to_push = True
@@ -421,7 +421,7 @@ class Sessions:
 
     async def end_recorded(self, record: SessionRecord, reason: str) -> None:
         """End a session that the previous process left: terminate an ephemeral one, stop a durable one."""
-        record = await self._leases.take(record, anew=True)
+        record = await self._leases.take(record, anew=True, own=True)
         await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, reason)
 
     async def lost(self, box: LiveSandbox) -> None:
