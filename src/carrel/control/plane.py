@@ -171,7 +171,7 @@ class ControlPlane:
         self.store = store = SessionStore(database)
         self.live = live = LiveSandboxes()
         notes = SessionNotes(live, store)
-        leases = Leases(LeaseStore(database), worker, settings.lease_s)
+        leases = Leases(LeaseStore(database), worker, settings.lease_s, shared=settings.database is not None)
         self.audit = audit = AuditLog(AuditStore(database), key, node, events_of, strict=settings.audit.strict)
         event_store = EventStore(database)
         self.events = events = EventLog(
