@@ -198,6 +198,24 @@ async def test_only_servers_of_the_database_are_accepted(fleet: Fleet, at: dict[
     assert answer.status_code == 401 and "mutual TLS" in answer.text
 
 
+async def test_slow_handshakes_keep_no_server_out(fleet: Fleet, at: dict[str, httpx.AsyncClient]) -> None:
+    owner, box = await started(at["a"], "slow")
+    wrong = "b" if owner == "a" else "a"
+    url = httpx.URL((await nodes(at["a"]))[owner]["url"])
+    silent = [await asyncio.open_connection(url.host, url.port) for _ in range(300)]
+    try:
+        answers = await asyncio.gather(
+            *(at[wrong].post(f"{box}/commands", json={"command": ["true"]}) for _ in range(80))
+        )
+        assert {each.status_code for each in answers} == {200}
+        async with asyncio.timeout(30):
+            assert {await reader.read() for reader, _ in silent} == {b""}  # each is closed
+    finally:
+        for _, writer in silent:
+            writer.close()
+    assert (await at[wrong].delete("/v1/contexts/slow")).status_code == 204
+
+
 async def test_servers_with_and_without_an_identity_do_not_mix(fleet: Fleet, at: dict[str, httpx.AsyncClient]) -> None:
     fleet.start("plain", CARREL_SPIFFE_SOURCE="none")
     fleet.ready("plain")
