@@ -26,7 +26,7 @@ class SupervisorLink(Protocol):
 
 
 @dataclass(frozen=True)
-class UnixLink:
+class LocalLink:
     """A supervisor on this machine."""
 
     path: str
