@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from carrel.control.http_wire import HttpWire
 from carrel.control.nodes.registry import SPIFFE_SCHEME, UNIX, Nodes
+from carrel.control.nodes.workers import server_of
 from carrel.errors import LimitExceeded, NodeUnreachable, PlatformError
 from carrel.primitives.keepalive import notice_loss
 from carrel.primitives.spiffe import SERVER_NAME, SpiffeId, connect, require_peer
@@ -119,7 +120,7 @@ class TcpLink:
         if identity is not None:
             if port is None:
                 raise PlatformError(f"the address '{url[:200]}' of a server has no port", field="node_url")
-            return cls(host, port, identity.client_context, SpiffeId.node(identity.id.trust_domain, name))
+            return cls(host, port, identity.client_context, SpiffeId.node(identity.id.trust_domain, server_of(name)))
         if parts.scheme == "http":
             return cls(host, port or 80, None)
         context = ssl.create_default_context()
