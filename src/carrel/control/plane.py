@@ -594,7 +594,7 @@ class ControlPlane:
         await self.nodes.beat()
         await self.peers.close_silent()
         if self.identities is not None:
-            self.metrics.svid(self.identities.node.expires_in_s)
+            self.metrics.svid(self.identities.node.svid.expires_at)
 
     async def count_events(self) -> None:
         """Set the metrics of the event log."""
