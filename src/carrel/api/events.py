@@ -125,7 +125,7 @@ def _encoded(page: Page) -> bytes:
 def _event(event: StoredEvent) -> bytes:
     """Return one event. All its readers get the same bytes."""
     facts = {"id": event.id, "at": _moment(event.at), "kind": event.kind}
-    named = {"context_id": event.context_id, "session_id": event.session_id, "node": event.node}
+    named = {"context_id": event.context_id, "session_id": event.session_id, "job_id": event.job_id, "node": event.node}
     shown = json.dumps({**facts, **{name: value for name, value in named.items() if value}})
     return f'id: {event.id}\nevent: {event.kind}\ndata: {shown[:-1]}, "body": {event.body}}}\n\n'.encode()
 
