@@ -22,7 +22,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from carrel.errors import BY_CODE, CarrelError
-from carrel.models import State, SyncDirection
+from carrel.models import JobState, State, SyncDirection
 
 MOST_CONTEXTS = 10_000
 """The most workspaces with metrics."""
@@ -88,6 +88,29 @@ OPERATION = _declare(
 EVENT_LAST_ID = _declare("carrel_event_last_id", "gauge", "Number of the newest event; its growth is the rate.")
 EVENT_READERS = _declare("carrel_event_readers", "gauge", "Open streams of events of this server.")
 EVENT_BUS_BEHIND = _declare("carrel_event_bus_behind", "gauge", "Events that the bus lacks, if this server delivers.")
+JOBS = _declare(
+    "carrel_jobs",
+    "gauge",
+    "Jobs in each state, on all servers of the database.",
+    {"state": ", ".join(f"`{state}`" for state in JobState)},
+)
+JOB_PHASE = _declare(
+    "carrel_job_phase_seconds",
+    "histogram",
+    "How long the phases of jobs took.",
+    {"phase": "`queued`, `starting`, `running` or `archiving`", "template": "of the job; may be empty"},
+    _LONG,
+)
+JOB_ENDS = _declare(
+    "carrel_job_ends_total",
+    "counter",
+    "Ends of attempts of jobs that this server ran.",
+    {
+        "state": "`succeeded`, `failed`, `cancelled`, `timed_out` or `lost`, and `retried`",
+        "exit": "`ok`, `failed`, `signaled`, `out_of_memory` or `none`",
+        "template": "of the job; may be empty",
+    },
+)
 MCP_CALL = _declare(
     "carrel_mcp_call_seconds",
     "histogram",
@@ -290,6 +313,10 @@ class Metrics:
         self._event_last = self._gauge(EVENT_LAST_ID)
         self._event_readers = self._gauge(EVENT_READERS)
         self._event_behind = self._gauge(EVENT_BUS_BEHIND)
+        self._job_states = _Series(self._gauge(JOBS))
+        self._job_phases = _Series(self._histogram(JOB_PHASE))
+        ends = Counter(JOB_ENDS.name, JOB_ENDS.text, list(JOB_ENDS.labels), registry=self._registry)
+        self._job_ends = _Series(ends)
         self._archive_bytes = Counter(ARCHIVE_BYTES.name, ARCHIVE_BYTES.text, registry=self._registry)
         self._syncs = _Series(self._histogram(SYNC))
         self._image_pulls = _Series(self._histogram(IMAGE_PULL))
@@ -312,6 +339,18 @@ class Metrics:
     def operated(self, kind: str, name: str, outcome: str, seconds: float) -> None:
         """Count an operation that ended or was refused; `outcome` is from `outcome_of`."""
         self._operations[kind, name, _known(outcome)].observe(seconds)
+
+    def jobs(self, counts: Mapping[JobState, int]) -> None:
+        """Set the number of jobs in each state."""
+        for state in JobState:
+            self._job_states[state.value,].set(counts.get(state, 0))
+
+    def job_attempt_ended(self, state: str, exit: str, template: str, phases: Mapping[str, float | None]) -> None:
+        """Count the end of an attempt of a job, and how many milliseconds its phases took."""
+        self._job_ends[state, exit, template].inc()
+        for phase, taken in phases.items():
+            if taken is not None:
+                self._job_phases[phase, template].observe(taken / 1000)
 
     def mcp_called(self, origin: Literal["context", "platform"], outcome: str, seconds: float) -> None:
         """Count a request to an MCP server."""

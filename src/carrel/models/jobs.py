@@ -85,7 +85,9 @@ class JobWorkspace(StrEnum):
 class PythonWork(Request):
     """Python code that a job runs, as a program of its own."""
 
-    code: Code
+    code: Annotated[Code, StringConstraints(max_length=100_000)] = Field(
+        description="runs as `python3 -c`, and policy decides about it as such; bring longer programs as a file"
+    )
     args: list[NoNul] = Field(default_factory=list, max_length=256, description="`sys.argv[1:]`")
 
 

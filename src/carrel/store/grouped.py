@@ -77,7 +77,8 @@ class GroupedWrites:
 
 
 def _all(connection: Connection, group: Sequence[_Waiting]) -> list[Any]:
-    results, drafts = [], []
+    results: list[Any] = []
+    drafts: list[EventDraft] = []
     for _, change, _ in group:
         result, happened = change(connection)
         results.append(result)

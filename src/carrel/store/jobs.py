@@ -7,7 +7,7 @@ transaction; a fence that is no longer the newest changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -65,11 +65,14 @@ class JobFacts:
     cpu_seconds: float | None = None
     memory_peak: int | None = None
     retry_of: str | None = None
+    result: dict[str, Any] | None = None
+    """How the work ended, while its results are put away."""
     told: int = 0
     """Attempts to reach the webhook that failed."""
 
 
-_FACTS = frozenset(each.name for each in fields(JobFacts))
+_DEFAULT = {each.name: each.default for each in fields(JobFacts)}
+_FACTS = frozenset(_DEFAULT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ def _record(row: RowMapping) -> JobRecord:
 
 def _row(record: JobRecord) -> dict[str, Any]:
     values = {name: getattr(record, name) for name in _NAMES}
-    facts = {name: value for name, value in asdict(record.facts).items() if value not in (None, False, 0)}
+    facts = {name: value for name in _FACTS if (value := getattr(record.facts, name)) is not _DEFAULT[name]}
     return {**values, "state": record.state.value, "request": dict(record.request), "facts": facts}
 
 
@@ -279,7 +282,8 @@ class JobStore:
                 return [], ()
             query = select(jobs).where(jobs.c.id.in_(chosen), jobs.c.state == JobState.QUEUED.value)
             found = {row["id"]: _record(row) for row in connection.execute(query).mappings()}
-            started, drafts = [], []
+            started: list[JobRecord] = []
+            drafts: list[EventDraft] = []
             for each in chosen:
                 if each in found:
                     step = decide(found[each], now)

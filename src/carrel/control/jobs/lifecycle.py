@@ -47,7 +47,9 @@ def claimed(record: JobRecord, now: float, owner: str, lease_s: float, *, dispat
     waited = max(0.0, now - max(record.queued_at, record.not_before))
     kept = JobFacts(tries=facts.tries, retry_of=facts.retry_of)
     if facts.resumes:
-        kept = replace(kept, step=facts.step, operation=facts.operation, session_id=facts.session_id)
+        kept = replace(
+            kept, step=facts.step, operation=facts.operation, session_id=facts.session_id, reason=facts.reason
+        )
     record = replace(
         record,
         state=JobState.RUNNING,
@@ -59,7 +61,11 @@ def claimed(record: JobRecord, now: float, owner: str, lease_s: float, *, dispat
         due_at=None,
         facts=replace(kept, phase="starting", dispatched=dispatched, queued_ms=waited * 1000),
     )
-    return Step(record, [_event(record, now, EventKind.JOB_STARTED, {"attempt": record.attempt, "owner": owner})])
+    return Step(record, [_started(record, now)] if dispatched else [])
+
+
+def _started(record: JobRecord, now: float) -> EventDraft:
+    return _event(record, now, EventKind.JOB_STARTED, {"attempt": record.attempt})
 
 
 def adopted(record: JobRecord, now: float, owner: str, lease_s: float) -> Step | None:
@@ -73,11 +79,14 @@ def noted(record: JobRecord, now: float, facts: Mapping[str, Any]) -> Step | Non
     """The server of a running job has learned something about it."""
     if record.state is not JobState.RUNNING:
         return None
-    after = replace(record, facts=replace(record.facts, **facts))
-    said = facts.get("progress")
-    if said is None or (said, facts.get("progress_at")) == (record.facts.progress, record.facts.progress_at):
-        return Step(after)
-    return Step(after, [_event(after, now, EventKind.JOB_PROGRESS, {"progress": said})])
+    before = record.facts
+    after = replace(record, facts=replace(before, **facts))
+    events = []
+    if after.facts.dispatched and not before.dispatched:
+        events.append(_started(after, now))
+    if after.facts.progress_at != before.progress_at:
+        events.append(_event(after, now, EventKind.JOB_PROGRESS, {"progress": after.facts.progress}))
+    return Step(after, events)
 
 
 def put_back(record: JobRecord, now: float, reason: str | None, pause_s: float) -> Step | None:
@@ -90,7 +99,8 @@ def put_back(record: JobRecord, now: float, reason: str | None, pause_s: float) 
     waiting = replace(record, state=JobState.QUEUED, owner=None, lease_until=None, not_before=now + pause_s, facts=facts)
     # It keeps its place in the queue, and the queue timeout goes on from where the job was queued.
     waiting = replace(waiting, due_at=_due(waiting, waiting.queued_at))
-    return Step(waiting, [_event(waiting, now, EventKind.JOB_QUEUED, {"reason": reason})])
+    told = [] if reason == record.facts.reason else [_event(waiting, now, EventKind.JOB_QUEUED, {"reason": reason})]
+    return Step(waiting, told)
 
 
 def asked(record: JobRecord, now: float, approval: str, operation: str, step: int) -> Step | None:
@@ -170,8 +180,7 @@ def ended(record: JobRecord, now: float, outcome: Outcome, ttl_s: float) -> Step
     if record.state is not JobState.RUNNING:
         return None
     allowed = record.request.get("retries", 0)
-    again = outcome.state in TRIED_AGAIN and not outcome.final and record.facts.tries < allowed and not record.cancel
-    if not again:
+    if not tried_again(record, outcome):
         return _end(record, now, outcome, ttl_s)
     tries = record.facts.tries + 1
     pause = min(LONGEST_BACKOFF_S, float(record.request.get("backoff_s", 1.0)) * 2.0 ** (tries - 1))
@@ -191,6 +200,12 @@ def ended(record: JobRecord, now: float, outcome: Outcome, ttl_s: float) -> Step
     return Step(queued, [_event(queued, now, EventKind.JOB_QUEUED, {"reason": reason, "pause_s": pause})])
 
 
+def tried_again(record: JobRecord, outcome: Outcome) -> bool:
+    """Whether a job is run again after an attempt that ended so."""
+    left = record.request.get("retries", 0) - record.facts.tries
+    return outcome.state in TRIED_AGAIN and not outcome.final and left > 0 and not record.cancel
+
+
 def _words(outcome: Outcome) -> str:
     """Return an outcome as the end of a sentence."""
     said = outcome.state.value.replace("_", " ")
@@ -204,6 +219,7 @@ def _end(record: JobRecord, now: float, outcome: Outcome, ttl_s: float) -> Step:
         phase=None,
         reason=outcome.reason,
         resumes=False,
+        result=None,
         ended_at=now,
         exit_code=outcome.exit_code,
         signal=outcome.signal,
