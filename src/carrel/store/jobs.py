@@ -39,6 +39,8 @@ class JobFacts:
     """Whether the next claim goes on with the same attempt, because its work has not begun."""
     dispatched: bool = False
     """Whether the work of the attempt may have begun."""
+    claim: int = 0
+    """The fence of the claim: the sandbox is asked by it whether the work began."""
     tries: int = 0
     """Retries that were used."""
     step: int = 0

@@ -67,6 +67,11 @@ class Work:
         return f"k{self.record.id.removeprefix('job-')}-{self.record.attempt}"
 
     @property
+    def run(self) -> str:
+        """The name of this claim of the attempt. A server that takes over may forbid one, and make another."""
+        return f"{self.name}-{self.record.facts.claim}"
+
+    @property
     def context_id(self) -> str:
         return self.record.context_id
 
@@ -190,7 +195,7 @@ class SandboxExecutor:
             work.begun = True
             work.box = await self._sessions.find(work.context_id)
             return
-        token = current_run.set(work.name)  # the supervisor remembers the run, see `find`
+        token = current_run.set(work.run)  # the supervisor remembers it, see `find`
         try:
             for _ in range(2):
                 work.box = await self._sessions.find(work.context_id)
@@ -233,7 +238,7 @@ class SandboxExecutor:
             await box.connection.get_command(work.name)
             return True
         except NotFound:
-            begun = await box.connection.void_run(work.name)
+            begun = await box.connection.void_run(work.run)
             return False if begun is False else None
         except SandboxLost:
             await self._sessions.lost(box)

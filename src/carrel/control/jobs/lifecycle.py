@@ -59,7 +59,9 @@ def claimed(record: JobRecord, now: float, owner: str, lease_s: float, *, dispat
         lease_until=now + lease_s,
         claimed_at=now,
         due_at=None,
-        facts=replace(kept, phase="starting", dispatched=dispatched, queued_ms=waited * 1000),
+        facts=replace(
+            kept, phase="starting", claim=record.fence + 1, dispatched=dispatched, queued_ms=waited * 1000
+        ),
     )
     return Step(record, [_started(record, now)] if dispatched else [])
 
