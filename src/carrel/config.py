@@ -228,9 +228,7 @@ class JobSettings(_Group):
     most_queued: int = Field(
         default=10_000, ge=1, le=1_000_000, description="jobs of one namespace that may wait to start"
     )
-    grace_s: float = Field(
-        default=10.0, ge=0, le=600, description="seconds between TERM and KILL when a job is ended"
-    )
+    grace_s: float = Field(default=10.0, ge=0, le=600, description="seconds between TERM and KILL when a job is ended")
     ttl_s: float = Field(
         default=7 * 86_400.0,
         ge=1,
@@ -240,7 +238,7 @@ class JobSettings(_Group):
     webhook_hosts: str = Field(
         default="",
         max_length=4096,
-        description="hosts, or `host:port`, to which jobs may have their end told, separated by commas; by default none",
+        description="hosts or `host:port` that webhooks of jobs may name, separated by commas; by default none",
     )
     webhook_secret: SecretStr | None = Field(
         default=None, description="the key that signs these requests (HMAC-SHA-256)"

@@ -18,6 +18,7 @@ from carrel.store.events import EventStore
 from carrel.store.jobs import JobRecord, JobStore, Output, Step
 
 LEASE = 10.0
+submitted = partial(lifecycle.submitted, shown={"summary": "true"})
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def make(number: int, namespace: str = "default", **more: Any) -> JobRecord:
 
 
 async def put(jobs: JobStore, *records: JobRecord) -> list[JobRecord]:
-    return [(await jobs.insert(partial(lifecycle.submitted, each)))[0] for each in records]
+    return [(await jobs.insert(submitted, each))[0] for each in records]
 
 
 async def claim(jobs: JobStore, owner: str, free: int) -> list[JobRecord]:
@@ -74,7 +75,7 @@ async def test_a_job_is_stored_with_its_event(jobs: JobStore, database: Database
 
 async def test_the_same_idempotency_key_gives_the_same_job(jobs: JobStore, database: Database) -> None:
     one, two = make(1, idempotency_key="k"), make(2, idempotency_key="k")
-    made = await asyncio.gather(*(jobs.insert(partial(lifecycle.submitted, each)) for each in (one, two, make(3))))
+    made = await asyncio.gather(*(jobs.insert(submitted, each) for each in (one, two, make(3))))
     assert sorted(new for _, new in made) == [False, True, True]
     assert made[0][0].id == made[1][0].id
     events = EventStore(database)
@@ -106,9 +107,9 @@ async def test_a_write_with_an_old_fence_changes_nothing(jobs: JobStore) -> None
         return lifecycle.ended(record, now, Outcome(JobState.SUCCEEDED), 60.0)
 
     piece = Output(0, "stdout", b"late", 4)
-    assert await jobs.conclude(job.id, end, job.fence, [piece], None) is None
+    assert await jobs.conclude(job.id, end, job.fence, 1, [piece]) is None
     assert await jobs.output(job.id, 1, 0) == []
-    done = await jobs.conclude(job.id, end, adopted.fence, [piece], {"files": [{"path": "x"}], "truncated": False})
+    done = await jobs.conclude(job.id, end, adopted.fence, 1, [piece], {"files": [{"path": "x"}], "truncated": False})
     assert done is not None and done.state is JobState.SUCCEEDED
     assert await jobs.get(job.id) == done
     assert await jobs.output(job.id, 1, 2) == [piece] and await jobs.output(job.id, 1, 4) == []

@@ -199,7 +199,7 @@ def _cut(value: object, share: int, deepest: int) -> object:
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """Which events a reader gets. `contexts` and `namespace` are what its token may reach, the others what it asked for."""
+    """Which events a reader gets: what it asked for, within the `contexts` and the `namespace` of its token."""
 
     context_id: str | None = None
     session_id: str | None = None

@@ -58,9 +58,7 @@ class JobState(StrEnum):
         return self in TERMINAL
 
 
-TERMINAL = frozenset(
-    {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT, JobState.LOST}
-)
+TERMINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.TIMED_OUT, JobState.LOST})
 """The states in which a job has ended."""
 
 JOB_STATES: Mapping[JobState, str] = {
@@ -105,7 +103,9 @@ class JobTimeouts(Request):
     queue_s: float = Field(
         default=86_400.0, gt=0, le=LONGEST_QUEUE_S, description="until it starts, each time that it is queued"
     )
-    run_s: float = Field(default=86_400.0, gt=0, le=MAX_TIMEOUT_S, description="from the start of an attempt to its end")
+    run_s: float = Field(
+        default=86_400.0, gt=0, le=MAX_TIMEOUT_S, description="from the start of an attempt to its end"
+    )
     heartbeat_s: float | None = Field(
         default=None,
         ge=1,
@@ -161,13 +161,14 @@ class JobRequest(Request):
         default=0,
         ge=0,
         le=MOST_RETRIES,
-        description="how often it is run again after it failed, was lost or ran out of time: only for work that may run "
-        "twice",
+        description="how often it is run again if it failed, was lost or timed out: only for work that may run twice",
     )
     backoff_s: float = Field(
         default=1.0, gt=0, le=LONGEST_BACKOFF_S, description="the pause before the first retry; it doubles each time"
     )
-    priority: int = Field(default=0, ge=-100, le=100, description="among the jobs of its namespace; higher starts first")
+    priority: int = Field(
+        default=0, ge=-100, le=100, description="among the jobs of its namespace; higher starts first"
+    )
     labels: dict[_Label, _Label] = Field(default_factory=dict, max_length=32)
     snapshot: bool = Field(default=False, description="take a snapshot of the workspace at the end")
     workspace: JobWorkspace | None = Field(

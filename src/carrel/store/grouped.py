@@ -33,8 +33,8 @@ class GroupedWrites:
         self._task: asyncio.Task[None] | None = None
 
     async def write(self, key: str, change: Change[T]) -> T:
-        """Do a change, and return its result when it is committed. `key` names what it locks: a group takes its locks in
-        the order of the keys, as groups of other servers do.
+        """Do a change, and return its result when it is committed. `key` names what it locks: each group takes its
+        locks in the order of the keys, so that those of two servers do not wait for each other.
 
         A caller that is cancelled does not stop it: it may be committed already.
         """

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Select, and_, delete, exists, func, insert, not_, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, exists, func, insert, not_, or_, select, update
 from sqlalchemy.engine import Connection, RowMapping
 
 from carrel.models import ApprovalState, JobState, State
@@ -137,12 +137,12 @@ class Output(NamedTuple):
 class Queue(NamedTuple):
     """The jobs of a namespace that can start, in their order, and how many run and were started lately."""
 
-    ids: Sequence[str]
+    waiting: Sequence[JobRecord]
     running: int
     recent: int
 
 
-Share = Callable[[Mapping[str, Queue]], Sequence[str]]
+Share = Callable[[Mapping[str, Queue]], list[JobRecord]]
 """Chooses the jobs that start, from those of each namespace."""
 
 
@@ -178,45 +178,47 @@ class JobStore:
 
     # one job
 
-    async def insert(self, make: Callable[[float], Step]) -> tuple[JobRecord, bool]:
-        """Add a job; return it and True, or the job that has the same idempotency key and False. `make` gets the time."""
+    async def insert(self, decide: Callable[[JobRecord, float], Step], record: JobRecord) -> tuple[JobRecord, bool]:
+        """Add a job as `decide` makes it; return it and True, or the one with the same idempotency key and False."""
 
         def run(connection: Connection) -> tuple[tuple[JobRecord, bool], Sequence[EventDraft]]:
-            step = make(connection.execute(select(_CLOCK)).scalar_one())
-            record = step.record
+            made, events = decide(record, connection.execute(select(_CLOCK)).scalar_one())
             if record.idempotency_key is None:
-                connection.execute(insert(jobs).values(**_row(record)))
-                return (record, True), step.events
+                connection.execute(insert(jobs), _row(made))
+                return (made, True), events
             dialect = import_module(f"sqlalchemy.dialects.{connection.dialect.name}")
-            statement = dialect.insert(jobs).values(**_row(record)).on_conflict_do_nothing()
-            if connection.execute(statement).rowcount == 1:
-                return (record, True), step.events
+            if connection.execute(dialect.insert(jobs).on_conflict_do_nothing(), _row(made)).rowcount == 1:
+                return (made, True), events
             query = select(jobs).where(jobs.c.idempotency_key == record.idempotency_key)
             return (_record(connection.execute(query).mappings().one()), False), ()
 
         return await self._grouped.write("", run)
 
     async def change(self, job_id: str, decide: Decide, fence: int | None = None) -> JobRecord | None:
-        """Let a job become what `decide` returns; return its new record, or None if nothing changed: it is gone, `fence`
-        is not the newest, or `decide` says so.
+        """Let a job become what `decide` returns; return its new record, or None if nothing changed: it is gone,
+        `fence` is not the newest, or `decide` says so.
         """
         return await self._grouped.write(job_id, lambda connection: self._change(connection, job_id, decide, fence))
 
     async def conclude(
-        self, job_id: str, decide: Decide, fence: int, output: Sequence[Output], artifacts: Mapping[str, Any] | None
+        self,
+        job_id: str,
+        decide: Decide,
+        fence: int,
+        attempt: int,
+        output: Sequence[Output],
+        artifacts: Mapping[str, Any] | None = None,
     ) -> JobRecord | None:
-        """Like `change`, with the last output and the artifacts in the same transaction."""
+        """Like `change`, with output of an attempt and the artifacts in the same transaction."""
 
         def run(connection: Connection) -> tuple[JobRecord | None, Sequence[EventDraft]]:
-            query = select(jobs.c.attempt).where(jobs.c.id == job_id, jobs.c.fence == fence)
-            attempt = connection.execute(query).scalar()
-            if attempt is None:
-                return None, ()
-            _write_output(connection, job_id, attempt, output)
-            if artifacts is not None:
-                connection.execute(delete(job_artifacts).where(job_artifacts.c.job_id == job_id))
-                connection.execute(insert(job_artifacts).values(job_id=job_id, **artifacts))
-            return self._change(connection, job_id, decide, fence)
+            changed = self._change(connection, job_id, decide, fence)
+            if changed[0] is not None:
+                _write_output(connection, job_id, attempt, output)
+                if artifacts is not None:
+                    connection.execute(delete(job_artifacts).where(job_artifacts.c.job_id == job_id))
+                    connection.execute(insert(job_artifacts).values(job_id=job_id, **artifacts))
+            return changed
 
         return await self._grouped.write(job_id, run)
 
@@ -233,8 +235,7 @@ class JobStore:
         step = decide(_record(values), now)  # type: ignore[arg-type]
         if step is None:
             return None, ()
-        changed = {name: value for name, value in _row(step.record).items() if name not in _CONSTANT}
-        connection.execute(update(jobs).where(jobs.c.id == job_id).values(**changed))
+        _update(connection, [step.record])
         return step.record, step.events
 
     async def get(self, job_id: str) -> JobRecord | None:
@@ -272,38 +273,30 @@ class JobStore:
         share: Share,
         decide: Callable[[JobRecord, float], Step],
         *,
-        recent_s: float,
+        recent_s: float | None,
     ) -> list[JobRecord]:
-        """Let jobs of the queue start: at most `free`, those that `share` chooses."""
+        """Let jobs of the queue start: at most `free`, those that `share` chooses. `recent_s`: starts are counted."""
 
         def run(connection: Connection) -> tuple[list[JobRecord], Sequence[EventDraft]]:
             now = connection.execute(select(_CLOCK)).scalar_one()
             queues = self._queues(connection, owner, now, free, recent_s)
-            chosen = list(share(queues))[:free] if queues else []
-            if not chosen:
-                return [], ()
-            query = select(jobs).where(jobs.c.id.in_(chosen), jobs.c.state == JobState.QUEUED.value)
-            found = {row["id"]: _record(row) for row in connection.execute(query).mappings()}
-            started: list[JobRecord] = []
-            drafts: list[EventDraft] = []
-            for each in chosen:
-                if each in found:
-                    step = decide(found[each], now)
-                    changed = {name: value for name, value in _row(step.record).items() if name not in _CONSTANT}
-                    connection.execute(update(jobs).where(jobs.c.id == each).values(**changed))
-                    started.append(step.record)
-                    drafts += step.events
-            return started, drafts
+            steps = [decide(record, now) for record in share(queues)[:free]]
+            if steps:
+                _update(connection, [step.record for step in steps])
+            return [step.record for step in steps], [event for step in steps for event in step.events]
 
         return await self._grouped.write("~", run)
 
     def _queues(
-        self, connection: Connection, owner: str, now: float, free: int, recent_s: float
+        self, connection: Connection, owner: str, now: float, free: int, recent_s: float | None
     ) -> dict[str, Queue]:
         queued = and_(jobs.c.state == JobState.QUEUED.value, jobs.c.not_before <= now)
         names = list(
             connection.execute(
-                select(jobs.c.namespace).where(jobs.c.state == JobState.QUEUED.value).distinct().order_by(jobs.c.namespace)
+                select(jobs.c.namespace)
+                .where(jobs.c.state == JobState.QUEUED.value)
+                .distinct()
+                .order_by(jobs.c.namespace)
             ).scalars()
         )
         if len(names) > MOST_NAMESPACES:
@@ -312,15 +305,15 @@ class JobStore:
         if not names:
             return {}
         running = self._counts(connection, jobs.c.state == JobState.RUNNING.value)
-        recent = self._counts(connection, jobs.c.claimed_at > now - recent_s)
+        recent = {} if recent_s is None else self._counts(connection, jobs.c.claimed_at > now - recent_s)
         found = {}
         for name in names:
-            query = select(jobs.c.id).where(queued, jobs.c.namespace == name)
+            query = select(jobs).where(queued, jobs.c.namespace == name)
             if self.shared:
                 query = query.where(not_(_elsewhere(owner, now)))
             query = query.order_by(jobs.c.priority.desc(), jobs.c.queued_at, jobs.c.id).limit(free)
-            ids = list(connection.execute(query.with_for_update(skip_locked=True)).scalars())
-            found[name] = Queue(ids, running.get(name, 0), recent.get(name, 0))
+            rows = connection.execute(query.with_for_update(skip_locked=True)).mappings()
+            found[name] = Queue([_record(row) for row in rows], running.get(name, 0), recent.get(name, 0))
         return found
 
     @staticmethod
@@ -419,12 +412,8 @@ class JobStore:
 
     # output and artifacts
 
-    async def add_output(self, job_id: str, decide: Decide, fence: int, output: Sequence[Output]) -> JobRecord | None:
-        """Add output to the newest attempt, while `fence` is the newest."""
-        return await self.conclude(job_id, decide, fence, output, None)
-
     async def output(self, job_id: str, attempt: int, offset: int) -> list[Output]:
-        """Return the output of an attempt from an offset on, about a megabyte of it; the first piece may begin before."""
+        """Return the output of an attempt from an offset on, about a megabyte; the first piece may begin before."""
         columns = (job_output.c.start, job_output.c.stream, job_output.c.data, job_output.c.raw)
         of_attempt = and_(job_output.c.job_id == job_id, job_output.c.attempt == attempt)
         ends = job_output.c.start + func.length(job_output.c.data)
@@ -450,6 +439,17 @@ def _write_output(connection: Connection, job_id: str, attempt: int, output: Seq
         connection.execute(insert(job_output), rows)
 
 
+_UPDATE = update(jobs).where(jobs.c.id == bindparam("key"))
+
+
+def _update(connection: Connection, records: Sequence[JobRecord]) -> None:
+    rows = []
+    for record in records:
+        changed = {name: value for name, value in _row(record).items() if name not in _CONSTANT}
+        rows.append({"key": record.id, **changed})
+    connection.execute(_UPDATE, rows)
+
+
 def _elsewhere(owner: str, now: float) -> ColumnElement[bool]:
     """Whether another server that answers has the context of a job: its sandbox, or its files."""
     leased = and_(sessions.c.lease_owner.is_not(None), sessions.c.lease_owner != owner, sessions.c.lease_until > now)
@@ -457,4 +457,3 @@ def _elsewhere(owner: str, now: float) -> ColumnElement[bool]:
     has_files = and_(sessions.c.node.is_not(None), sessions.c.node != owner, alive)
     ended = sessions.c.state == State.TERMINATED.value
     return exists().where(sessions.c.context_id == jobs.c.context_id, not_(ended), or_(leased, has_files))
-

@@ -436,7 +436,9 @@ jobs = Table(
     Column("state", String(20), nullable=False),
     Column("priority", Integer, nullable=False),
     Column("attempt", Integer, nullable=False, comment="the number of the newest attempt"),
-    Column("fence", BigInteger, nullable=False, comment="grows with each owner; a write with an old one changes nothing"),
+    Column(
+        "fence", BigInteger, nullable=False, comment="grows with each owner; a write with an old one changes nothing"
+    ),
     Column("created_at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
     Column("queued_at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
     Column("not_before", Double, nullable=False, comment="when it may start; seconds since 1970"),

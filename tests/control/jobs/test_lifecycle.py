@@ -41,7 +41,7 @@ class Jobs(RuleBasedStateMachine):
         super().__init__()
         self.now = 1000.0
         self.retries = 2
-        self.job = lifecycle.submitted(record(retries=2, backoff_s=1.0), self.now).record
+        self.job = lifecycle.submitted(record(retries=2, backoff_s=1.0), self.now, {}).record
         self.begun: list[int] = []  # the attempt of each beginning of the work
         self.ends = 0
 
@@ -70,7 +70,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule()
     def begin(self) -> None:
-        if self.job.state is JobState.RUNNING and not self.begun[-1:] == [self.job.attempt]:
+        if self.job.state is JobState.RUNNING and self.begun[-1:] != [self.job.attempt]:
             self.take(lifecycle.noted(self.job, self.now, {"dispatched": True}))
             self.begun.append(self.job.attempt)
 
@@ -130,7 +130,7 @@ TestJobs = Jobs.TestCase
 
 
 def running(**request: Any) -> JobRecord:
-    queued = lifecycle.submitted(record(**request), 1000.0).record
+    queued = lifecycle.submitted(record(**request), 1000.0, {}).record
     return lifecycle.claimed(queued, 1001.0, "a", LEASE, dispatched=True).record
 
 
@@ -190,22 +190,22 @@ def test_namespaces_share_fairly(
     sizes: dict[str, tuple[int, int, int]], free: int, at_once: int | None, rate: int | None
 ) -> None:
     given_queues = {
-        name: Queue([f"{name}{n}" for n in range(count)], running, recent)
+        name: Queue([replace(record(), id=f"{name}{n}") for n in range(count)], running, recent)
         for name, (count, running, recent) in sizes.items()
     }
-    chosen = lifecycle.share(given_queues, free, at_once=at_once, rate=rate)
+    chosen = [each.id for each in lifecycle.share(given_queues, free, at_once=at_once, rate=rate)]
     assert len(chosen) == len(set(chosen)) <= free
     after, left = {}, {}
     for name, queue in given_queues.items():
         mine = [each for each in chosen if each.startswith(name)]
-        assert mine == list(queue.ids[: len(mine)]), "in the order of the queue"
+        assert mine == [each.id for each in queue.waiting[: len(mine)]], "in the order of the queue"
         after[name] = queue.running + len(mine)
         assert not mine or at_once is None or after[name] <= at_once
         assert not mine or rate is None or queue.recent + len(mine) <= rate
         blocked = (at_once is not None and after[name] >= at_once) or (
             rate is not None and queue.recent + len(mine) >= rate
         )
-        left[name] = len(mine) < len(queue.ids) and not blocked
+        left[name] = len(mine) < len(queue.waiting) and not blocked
     if any(left.values()):
         assert len(chosen) == free, "nothing stays free while somebody waits"
     for name in given_queues:

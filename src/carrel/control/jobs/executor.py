@@ -9,7 +9,7 @@ import asyncio
 import base64
 import binascii
 import json
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -30,6 +30,7 @@ from carrel.control.workspaces.snapshots import Snapshots
 from carrel.errors import AlreadyExists, ApprovalNeeded, CarrelError, InvalidRequest, NotFound, NotRunning, SandboxLost
 from carrel.identity import Identity
 from carrel.models import (
+    CommandInfo,
     CommandRequest,
     FileInfo,
     JobRequest,
@@ -60,6 +61,22 @@ class Work:
     """Whether the work may have begun in the sandbox."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the sandbox said that the work has ended."""
+    last: asyncio.Future[CommandInfo] | None = None
+    """The end of its command, for the event that tells it."""
+
+    def end(self) -> Awaitable[CommandInfo]:
+        """Return the end of its command, when it is known."""
+        self.last = self.last or asyncio.get_running_loop().create_future()
+        return asyncio.shield(self.last)
+
+    def know_end(self, info: CommandInfo | SandboxLost) -> None:
+        """Tell those who wait for the end."""
+        if self.last is not None and not self.last.done():
+            if isinstance(info, SandboxLost):
+                self.last.set_exception(info)
+                self.last.exception()  # maybe nobody waits
+            else:
+                self.last.set_result(info)
 
     @property
     def name(self) -> str:
@@ -205,7 +222,7 @@ class SandboxExecutor:
                         work,
                         op.START_COMMAND,
                         len(work.request.files) + 1,
-                        self._operations.start_command,
+                        partial(self._operations.start_command, end=work.end),
                         work.box.record.id,
                         _command_of(work),
                     )
@@ -259,14 +276,16 @@ class SandboxExecutor:
             async with aclosing(stream_output(box, Traffic(), current, open_at, offset)) as chunks:
                 async for chunk in chunks:
                     if chunk.stream == "end":
-                        info = json.loads(chunk.data)
+                        info = CommandInfo.model_validate_json(chunk.data)
                         named = ("exit_code", "signal", "timed_out", "oom_killed", "duration_ms")
-                        end = {name: info[name] for name in named} | {"dropped": info["dropped_bytes"]}
+                        end = {name: getattr(info, name) for name in named} | {"dropped": info.dropped_bytes}
                         work.ended.set()
+                        work.know_end(info)
                         yield StreamChunk("end", json.dumps(end).encode())
                     elif chunk.stream in {"stdout", "stderr"}:
                         yield chunk
-        except SandboxLost:
+        except SandboxLost as error:
+            work.know_end(error)
             await self._sessions.lost(box)
             raise
 
@@ -278,17 +297,13 @@ class SandboxExecutor:
         with suppress(CarrelError):  # the sandbox has ended, and everything in it
             if not work.ended.is_set():
                 with suppress(NotRunning):
-                    await box.connection.signal_command(
-                        work.name, SignalRequest(signal="TERM", tree=True).model_dump()
-                    )
+                    await box.connection.signal_command(work.name, SignalRequest(signal="TERM", tree=True).model_dump())
                 with suppress(TimeoutError):
                     async with asyncio.timeout(grace_s):
                         await work.ended.wait()
             if not work.ended.is_set():
                 with suppress(NotRunning):
-                    await box.connection.signal_command(
-                        work.name, SignalRequest(signal="KILL", tree=True).model_dump()
-                    )
+                    await box.connection.signal_command(work.name, SignalRequest(signal="KILL", tree=True).model_dump())
                 with suppress(TimeoutError):
                     async with asyncio.timeout(TREE_GONE_S):
                         await work.ended.wait()
@@ -334,7 +349,9 @@ class SandboxExecutor:
     def _caller(self, work: Work, approval: str | None = None) -> Caller:
         return Caller(work.identity, approval, request_id=work.record.id)
 
-    async def _asked(self, work: Work, operation: op.Operation, step: int, function: object, *arguments: object) -> None:
+    async def _asked(
+        self, work: Work, operation: op.Operation, step: int, function: object, *arguments: object
+    ) -> None:
         """Perform a step, with the approval that a person gave for it."""
         facts = work.record.facts
         mine = facts.operation == operation.name and facts.step == step
@@ -425,8 +442,7 @@ def _parts_match(parts: list[str], patterns: list[str]) -> bool:
 def _skipping(reached: set[int], patterns: list[str]) -> set[int]:
     """Return what is reached too because `**` may stand for nothing."""
     found = set(reached)
-    for index in sorted(reached):
-        while index < len(patterns) and patterns[index] == "**":
-            index += 1
-            found.add(index)
+    for index in range(len(patterns)):
+        if index in found and patterns[index] == "**":
+            found.add(index + 1)
     return found

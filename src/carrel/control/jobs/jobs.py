@@ -87,7 +87,7 @@ class Jobs:
     async def submit(self, caller: Caller, request: JobRequest, key: str | None = None) -> JobInfo:
         """Accept a job: when this returns, it is stored, and will reach an end that can be seen."""
         job_id = f"job-{secrets.token_hex(10)}"
-        return await self._submit(caller, op.SUBMIT_JOB, job_id, request, self._context(caller, request, job_id), key)
+        return await self._submit(caller, job_id, request, self._context(caller, request, job_id), key)
 
     async def retry(self, caller: Caller, job_id: str) -> JobInfo:
         """Submit a job again that has ended, as a new one: the old one stays as it ended."""
@@ -97,12 +97,11 @@ class Jobs:
         request = JobRequest.model_validate(dict(old.request))
         new_id = f"job-{secrets.token_hex(10)}"
         context = self._context(caller, request, new_id)
-        return await self._submit(caller, op.RETRY_JOB, new_id, request, context, None, retry_of=old.id)
+        return await self._submit(caller, new_id, request, context, None, retry_of=old.id)
 
     async def _submit(
         self,
         caller: Caller,
-        row: Operation,
         job_id: str,
         request: JobRequest,
         context: str,
@@ -132,9 +131,9 @@ class Jobs:
             idempotency_key=caller.own(key),
         )
         record = replace(record, facts=replace(record.facts, retry_of=retry_of))
-        shown = {"job": job_id, "work": lifecycle.summary_of(document)}
-        async with self._operations.admit(caller, row, shown, context_id=context):
-            stored, new = await self._store.insert(partial(lifecycle.submitted, record))
+        summary = lifecycle.summary_of(document)
+        shown = await self._secrets.clean(context, {"summary": summary, "by": record.subject, "retry_of": retry_of})
+        stored, new = await self._store.insert(partial(lifecycle.submitted, shown=shown), record)
         if not new and (stored.request != document or stored.own_workspace != record.own_workspace):
             raise Conflict(
                 "this idempotency key was used for another job",
@@ -287,7 +286,9 @@ class Jobs:
         record = await self._store.get(job_id) if 0 < len(job_id) <= 32 else None
         if record is None:
             raise NotFound(
-                f"there is no job '{job_id[:64]}'", field="id", hint="list them; ended jobs are removed after their ttl_s"
+                f"there is no job '{job_id[:64]}'",
+                field="id",
+                hint="list them; ended jobs are removed after their ttl_s",
             )
         return record
 

@@ -6,7 +6,7 @@ job that has ended never changes again. `JobStore` calls them in the transaction
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,11 +31,11 @@ class Outcome:
     oom_killed: bool = False
 
 
-def submitted(record: JobRecord, now: float) -> Step:
-    """A new job is queued."""
+def submitted(record: JobRecord, now: float, shown: Mapping[str, object]) -> Step:
+    """A new job is queued. `shown` is for its event."""
     record = replace(record, created_at=now, queued_at=now, not_before=now)
     record = replace(record, due_at=_due(record, now))
-    return Step(record, [_event(record, now, EventKind.JOB_QUEUED, {"summary": summary_of(record.request)})])
+    return Step(record, [_event(record, now, EventKind.JOB_QUEUED, shown)])
 
 
 def claimed(record: JobRecord, now: float, owner: str, lease_s: float, *, dispatched: bool) -> Step:
@@ -59,9 +59,7 @@ def claimed(record: JobRecord, now: float, owner: str, lease_s: float, *, dispat
         lease_until=now + lease_s,
         claimed_at=now,
         due_at=None,
-        facts=replace(
-            kept, phase="starting", claim=record.fence + 1, dispatched=dispatched, queued_ms=waited * 1000
-        ),
+        facts=replace(kept, phase="starting", claim=record.fence + 1, dispatched=dispatched, queued_ms=waited * 1000),
     )
     return Step(record, [_started(record, now)] if dispatched else [])
 
@@ -98,7 +96,9 @@ def put_back(record: JobRecord, now: float, reason: str | None, pause_s: float) 
     if record.cancel:
         return ended(record, now, Outcome(JobState.CANCELLED), 0.0)
     facts = replace(record.facts, phase=None, reason=reason, resumes=True, dispatched=False)
-    waiting = replace(record, state=JobState.QUEUED, owner=None, lease_until=None, not_before=now + pause_s, facts=facts)
+    waiting = replace(
+        record, state=JobState.QUEUED, owner=None, lease_until=None, not_before=now + pause_s, facts=facts
+    )
     # It keeps its place in the queue, and the queue timeout goes on from where the job was queued.
     waiting = replace(waiting, due_at=_due(waiting, waiting.queued_at))
     told = [] if reason == record.facts.reason else [_event(waiting, now, EventKind.JOB_QUEUED, {"reason": reason})]
@@ -331,25 +331,25 @@ _SHOWN = (
 # choosing
 
 
-def share(queues: Mapping[str, Queue], free: int, *, at_once: int | None, rate: int | None) -> Sequence[str]:
+def share(queues: Mapping[str, Queue], free: int, *, at_once: int | None, rate: int | None) -> list[JobRecord]:
     """Choose the jobs that start: one after the other from the namespace that has the fewest running, in the order of
     each queue. No namespace gets more than `at_once` running jobs, and more than `rate` starts in the recent time.
     """
     running = {name: queue.running for name, queue in queues.items()}
     taken = dict.fromkeys(queues, 0)
-    chosen: list[str] = []
+    chosen: list[JobRecord] = []
     while len(chosen) < free:
         open_ones = [
             name
             for name, queue in queues.items()
-            if taken[name] < len(queue.ids)
+            if taken[name] < len(queue.waiting)
             and (at_once is None or running[name] < at_once)
             and (rate is None or queue.recent + taken[name] < rate)
         ]
         if not open_ones:
             break
         name = min(open_ones, key=lambda each: (running[each], each))
-        chosen.append(queues[name].ids[taken[name]])
+        chosen.append(queues[name].waiting[taken[name]])
         taken[name] += 1
         running[name] += 1
     return chosen

@@ -36,7 +36,7 @@ from carrel.metrics import Metrics
 from carrel.models import JobRequest, JobState, JobWorkspace
 from carrel.primitives import tasks
 from carrel.primitives.backoff import Backoff
-from carrel.store.jobs import Decide, JobFacts, JobRecord, JobStore, Output, Queue, Step
+from carrel.store.jobs import Decide, JobFacts, JobRecord, JobStore, Output, Step
 
 log = logging.getLogger("carrel.jobs")
 
@@ -205,28 +205,23 @@ class JobRunner:
 
     async def _claim(self) -> None:
         """Wait until something may start, and start it."""
-        with suppress(TimeoutError):
+        try:
             async with asyncio.timeout(SHARED_LOOK_S if self._store.shared else LOOK_S):
                 await self._wake.wait()
-        self._wake.clear()
-        due = await self._store.next_start()
-        if due is None or due > 0:
-            if due is not None:
-                asyncio.get_running_loop().call_later(due, self.wake)
-            return
+            self._wake.clear()
+        except TimeoutError:
+            due = await self._store.next_start()
+            if due is None or due > 0:
+                return
+        at_once, rate = self._settings.per_namespace, self._settings.starts_per_minute
         while (free := self._settings.at_once - len(self._runs)) > 0:
-            limits = {"at_once": self._settings.per_namespace, "rate": self._settings.starts_per_minute}
-            found = await self._store.claim(
-                self._node, free, partial(self._share, free=free, limits=limits), self._claimed, recent_s=RECENT_S
-            )
+            choose = partial(lifecycle.share, free=free, at_once=at_once, rate=rate)
+            recent_s = None if rate is None else RECENT_S
+            found = await self._store.claim(self._node, free, choose, self._claimed, recent_s=recent_s)
             for record in found:
                 self._begin(record, self._fresh)
             if len(found) < free:
                 return
-
-    @staticmethod
-    def _share(queues: Mapping[str, Queue], free: int, limits: Mapping[str, int | None]) -> list[str]:
-        return list(lifecycle.share(queues, free, at_once=limits["at_once"], rate=limits["rate"]))
 
     def _claimed(self, record: JobRecord, now: float) -> Step:
         ready = self._executor.ready(record, JobRequest.model_validate(dict(record.request)))
@@ -331,9 +326,7 @@ class JobRunner:
             if run.stop is None:
                 await self._executor.begin(work)
         except PersonNeeded as needed:
-            asked = partial(
-                lifecycle.asked, approval=needed.approval, operation=needed.operation, step=needed.step
-            )
+            asked = partial(lifecycle.asked, approval=needed.approval, operation=needed.operation, step=needed.step)
             await self._leave(run, asked)
             return
         except (LimitExceeded, RunsElsewhere, NodeUnreachable) as error:
@@ -342,10 +335,10 @@ class JobRunner:
             await self._leave(run, partial(_put_back, reason=error.detail, pause_s=AGAIN_S))
             asyncio.get_running_loop().call_later(AGAIN_S, self.wake)
             return
-        except PlatformError as error:
+        except PlatformError:
             if self._closing and not work.begun:
                 return
-            raise error
+            raise
         if run.stop is not None and not work.begun:
             await self._finish(run, run.stop)
             return
@@ -511,7 +504,7 @@ class JobRunner:
         run.facts = {}
         decide = partial(lifecycle.noted, facts=facts)
         record = await self._stubborn(
-            lambda: self._store.conclude(run.record.id, decide, run.record.fence, pieces, None)
+            lambda: self._store.conclude(run.record.id, decide, run.record.fence, run.record.attempt, pieces)
         )
         if record is not None:
             run.work.record = record
@@ -527,7 +520,9 @@ class JobRunner:
             run.facts["running_ms"] = max(0.0, (time.time() - run.started_at) * 1000)
         if last and self._has_results(run):
             if facts.result is None:
-                await self._note(run, {"phase": "archiving", "result": {**asdict(outcome), "state": outcome.state.value}})
+                await self._note(
+                    run, {"phase": "archiving", "result": {**asdict(outcome), "state": outcome.state.value}}
+                )
             outcome = await self._archive(run, outcome)
             run.facts["archiving_ms"] = (time.monotonic() - began) * 1000
         pieces = run.taken()
@@ -540,7 +535,9 @@ class JobRunner:
             return lifecycle.ended(noted, now, outcome, self._settings.ttl_s)
 
         record = await self._stubborn(
-            lambda: self._store.conclude(run.record.id, end, run.record.fence, pieces, run.artifacts)
+            lambda: self._store.conclude(
+                run.record.id, end, run.record.fence, run.record.attempt, pieces, run.artifacts
+            )
         )
         if record is None:
             return
@@ -572,7 +569,7 @@ class JobRunner:
         return run.work.begun and bool(request.artifacts or request.snapshot or run.record.own_workspace)
 
     async def _archive(self, run: _Run, outcome: Outcome) -> Outcome:
-        """List the artifacts, take the snapshot, and end the sandbox that was made for the job. What fails is said in the
+        """List the artifacts, take the snapshot, end the sandbox that was made for the job. What fails is said in the
         reason, and does not change how the job ended.
         """
         request, failed = run.work.request, []
@@ -614,4 +611,3 @@ class JobRunner:
 
 def _put_back(record: JobRecord, now: float, *, reason: str, pause_s: float) -> Step | None:
     return lifecycle.put_back(record, now, reason, pause_s)
-

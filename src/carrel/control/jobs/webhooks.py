@@ -93,7 +93,9 @@ class JobWebhooks:
             try:
                 headers = {"content-type": "application/json", SIGNATURE: sign(self._secret, body, int(time.time()))}
                 async with asyncio.timeout(TIMEOUT_S):  # also for an answer that comes byte by byte
-                    async with client.stream("POST", record.request["webhook"], content=body, headers=headers) as answer:
+                    async with client.stream(
+                        "POST", record.request["webhook"], content=body, headers=headers
+                    ) as answer:
                         if not 200 <= answer.status_code < 300:
                             said = f"status {answer.status_code}"
             except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError) as error:

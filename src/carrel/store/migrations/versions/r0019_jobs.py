@@ -37,7 +37,9 @@ def upgrade() -> None:
         sa.Column("lease_until", sa.Double, nullable=True, comment=_BY_DATABASE),
         sa.Column("cancel", sa.Boolean, nullable=False, comment="whether somebody cancelled it"),
         sa.Column("approval", sa.String(64), nullable=True, comment="that it waits for"),
-        sa.Column("token_id", sa.String(64), nullable=True, comment="of its submitter; null for the administrator's own"),
+        sa.Column(
+            "token_id", sa.String(64), nullable=True, comment="of its submitter; null for the administrator's own"
+        ),
         sa.Column("subject", sa.String(255), nullable=False),
         sa.Column("idempotency_key", sa.String(64), nullable=True),
         sa.Column("webhook", sa.Double, nullable=True, comment="when the webhook is told next; null: never"),
