@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from sqlalchemy.engine import Connection
 
 from carrel.models.events import EventDraft
-from carrel.store.database import Database
+from carrel.store.database import Database, Occupied
 from carrel.store.events import stage
 
 T = TypeVar("T")
@@ -19,7 +20,9 @@ Change = Callable[[Connection], tuple[T, Sequence[EventDraft]]]
 """A part of a transaction: returns its result and the events that are written with it."""
 
 MOST_TOGETHER = 200
-_Waiting = tuple[str, Change[Any], "asyncio.Future[Any]"]
+SHORT = 8
+"""Changes that cost less on the event loop than the way to another thread and back, see `Database.write_here`."""
+_Waiting = tuple[str, Change[Any], "asyncio.Future[Any]", bool]
 
 
 class GroupedWrites:
@@ -32,14 +35,14 @@ class GroupedWrites:
         self._waiting: list[_Waiting] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def write(self, key: str, change: Change[T]) -> T:
+    async def write(self, key: str, change: Change[T], *, large: bool = False) -> T:
         """Do a change, and return its result when it is committed. `key` names what it locks: each group takes its
         locks in the order of the keys, so that those of two servers do not wait for each other.
 
-        A caller that is cancelled does not stop it: it may be committed already.
+        `large`: it would delay the event loop. A caller that is cancelled does not stop it: it may be committed already.
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._waiting.append((key, change, done))
+        self._waiting.append((key, change, done, large))
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
         return await done
@@ -54,7 +57,7 @@ class GroupedWrites:
             group, self._waiting = self._waiting[:MOST_TOGETHER], self._waiting[MOST_TOGETHER:]
             group.sort(key=lambda each: each[0])
             try:
-                results = await self._database.write(lambda connection, group=group: _all(connection, group))  # type: ignore[misc]
+                results = await self._together(group)
             except Exception as error:
                 if len(group) == 1:
                     _fail(group[0], error)
@@ -62,9 +65,15 @@ class GroupedWrites:
                 for each in group:
                     await self._alone(each)
             else:
-                for (_, _, done), result in zip(group, results, strict=True):
+                for (_, _, done, _), result in zip(group, results, strict=True):
                     if not done.done():
                         done.set_result(result)
+
+    async def _together(self, group: Sequence[_Waiting]) -> list[Any]:
+        if len(group) <= SHORT and not any(large for *_, large in group):
+            with suppress(Occupied):
+                return self._database.write_here(lambda connection: _all(connection, group))
+        return await self._database.write(lambda connection: _all(connection, group))
 
     async def _alone(self, waiting: _Waiting) -> None:
         try:
@@ -79,7 +88,7 @@ class GroupedWrites:
 def _all(connection: Connection, group: Sequence[_Waiting]) -> list[Any]:
     results: list[Any] = []
     drafts: list[EventDraft] = []
-    for _, change, _ in group:
+    for _, change, *_ in group:
         result, happened = change(connection)
         results.append(result)
         drafts += happened

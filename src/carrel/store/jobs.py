@@ -25,6 +25,7 @@ from carrel.store.tables import approvals, job_artifacts, job_output, jobs, node
 MOST_NAMESPACES = 64
 """Namespaces that one claim looks at; the next one looks at others."""
 _MOST = 200
+LARGE = 64 * 1024
 PAGE_BYTES = 1024 * 1024
 """Bytes of output that are read at once."""
 
@@ -220,7 +221,8 @@ class JobStore:
                     connection.execute(insert(job_artifacts).values(job_id=job_id, **artifacts))
             return changed
 
-        return await self._grouped.write(job_id, run)
+        large = artifacts is not None or sum(len(piece.data) for piece in output) > LARGE
+        return await self._grouped.write(job_id, run, large=large)
 
     @staticmethod
     def _change(
