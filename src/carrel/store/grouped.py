@@ -39,7 +39,7 @@ class GroupedWrites:
         """Do a change, and return its result when it is committed. `key` names what it locks: each group takes its
         locks in the order of the keys, so that those of two servers do not wait for each other.
 
-        `large`: it would delay the event loop. A caller that is cancelled does not stop it: it may be committed already.
+        `large`: it would delay the event loop. A caller that is cancelled does not stop it.
         """
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.append((key, change, done, large))

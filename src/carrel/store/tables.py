@@ -456,7 +456,7 @@ jobs = Table(
     Column("request", JSON, nullable=False),
     Column("facts", JSON, nullable=False, comment="what became of it; see control/jobs/lifecycle.py"),
 )
-Index("jobs_queue", jobs.c.state, jobs.c.namespace, jobs.c.priority, jobs.c.queued_at)
+Index("jobs_queue", jobs.c.state, jobs.c.namespace, jobs.c.priority.desc(), jobs.c.queued_at, jobs.c.id)
 Index("jobs_page", jobs.c.created_at, jobs.c.id)
 Index("jobs_context", jobs.c.context_id, jobs.c.created_at, jobs.c.id)
 Index("jobs_claimed", jobs.c.namespace, jobs.c.claimed_at)

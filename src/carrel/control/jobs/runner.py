@@ -45,6 +45,8 @@ FLUSH_S = 0.5
 LOOK_S = 1.0
 SHARED_LOOK_S = 0.3
 """How often a server looks for jobs that others submitted, and for what nobody tells it."""
+GATHER_S = 0.005
+"""While many jobs run, so long others may end too before new ones are claimed."""
 AGAIN_S = 2.0
 """The pause of a job that could not start for want of room."""
 RECENT_S = 60.0
@@ -213,6 +215,8 @@ class JobRunner:
             due = await self._store.next_start()
             if due is None or due > 0:
                 return
+        if len(self._runs) > self._settings.at_once // 2:
+            await asyncio.sleep(GATHER_S)
         at_once, rate = self._settings.per_namespace, self._settings.starts_per_minute
         while (free := self._settings.at_once - len(self._runs)) > 0:
             choose = partial(lifecycle.share, free=free, at_once=at_once, rate=rate)

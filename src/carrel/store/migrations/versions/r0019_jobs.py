@@ -46,7 +46,7 @@ def upgrade() -> None:
         sa.Column("request", sa.JSON, nullable=False),
         sa.Column("facts", sa.JSON, nullable=False, comment="what became of it; see control/jobs/lifecycle.py"),
     )
-    op.create_index("jobs_queue", "jobs", ["state", "namespace", "priority", "queued_at"])
+    op.create_index("jobs_queue", "jobs", ["state", "namespace", sa.text("priority DESC"), "queued_at", "id"])
     op.create_index("jobs_page", "jobs", ["created_at", "id"])
     op.create_index("jobs_context", "jobs", ["context_id", "created_at", "id"])
     op.create_index("jobs_claimed", "jobs", ["namespace", "claimed_at"])
