@@ -128,6 +128,45 @@ async def test_timeouts_end_it(http: httpx.AsyncClient) -> None:
     assert (done["state"], done["attempt"]) == ("timed_out", 1) and "whole_s" in done["reason"]
 
 
+async def test_a_job_says_how_far_it_is(http: httpx.AsyncClient) -> None:
+    work = 'for n in 1 2 3 4 5; do carrel-heartbeat "step $n of 5"; sleep 0.7; done; carrel-heartbeat last'
+    job = await submit(http, command=work, context_id="c", timeouts={"heartbeat_s": 2.5})
+    deadline = time.monotonic() + 20
+    while not (found := (await http.get(f"/v1/jobs/{job['id']}")).json())["progress"]:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    assert found["progress"].startswith("step ") and found["progress_at"]
+    assert (await end(http, job))["state"] == "succeeded", "it was silent for 3.5 s, but its heart beat"
+    events = await http.get(
+        "/v1/events", params={"job": job["id"], "after": 0, "follow": "false", "kind": "job.progress"}
+    )
+    assert '"progress":"step ' in events.text
+
+
+HOSTILE = {
+    "a pipe": "mkfifo $CARREL_HEARTBEAT",
+    "a link": "ln -s /etc/passwd $CARREL_HEARTBEAT",
+    "a directory": "mkdir $CARREL_HEARTBEAT",
+    "a device": "ln -s /dev/zero $CARREL_HEARTBEAT",
+    "much": "head -c 50000000 /dev/zero | tr '\\0' x > $CARREL_HEARTBEAT",
+    "control characters": "printf '\\033[31m\\000\\377red\\n\\nnext' > $CARREL_HEARTBEAT",
+    "another time": "echo x > $CARREL_HEARTBEAT; touch -d 1800-01-01 $CARREL_HEARTBEAT; sleep 1.2; touch -d 2400-01-01 $CARREL_HEARTBEAT",
+}
+
+
+@pytest.mark.parametrize("how", HOSTILE)
+async def test_a_heartbeat_is_hostile_input(http: httpx.AsyncClient, how: str) -> None:
+    job = await submit(http, command=f"{HOSTILE[how]}; sleep 2.2; echo fine", context_id="c")
+    seen = set()
+    while (found := (await http.get(f"/v1/jobs/{job['id']}")).json())["state"] in {"queued", "running"}:
+        seen.add(found["progress"])
+        await asyncio.sleep(0.1)
+    assert found["state"] == "succeeded", found
+    for text in seen - {None}:
+        assert len(text) <= 200 and text.isprintable() and "root:" not in text
+    assert (seen - {None} != set()) == (how in {"much", "control characters", "another time"})
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -14,8 +14,9 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+from carrel.control.governance.redaction import clean_info
 from carrel.control.mcp.servers import McpServers
 from carrel.control.operations.call import Traffic
 from carrel.control.operations.caller import OWN_WORK, Caller
@@ -41,7 +42,7 @@ from carrel.models import (
 )
 from carrel.models import operations as op
 from carrel.models.files import MOST_LISTED, FileKind, ListRequest
-from carrel.models.jobs import MAX_JOB_FILES, MOST_ARTIFACTS
+from carrel.models.jobs import MAX_JOB_FILES, MAX_PROGRESS, MOST_ARTIFACTS
 from carrel.store.jobs import JobRecord
 
 TREE_GONE_S = 10.0
@@ -115,6 +116,13 @@ class End:
     dropped: int
 
 
+class Heartbeat(NamedTuple):
+    """What a job said about its progress. `beat` changes each time."""
+
+    text: str
+    beat: int
+
+
 class Executor(Protocol):
     """Runs the work of a job. A Kubernetes Job could be another one."""
 
@@ -134,6 +142,9 @@ class Executor(Protocol):
 
     def output(self, work: Work, offset: int) -> AsyncGenerator[StreamChunk, None]:
         """Yield the output from an offset on while the work runs, and last an `end` with an `End` as JSON."""
+
+    async def heartbeat(self, work: Work) -> Heartbeat | None:
+        """Return what the work said last about its progress."""
 
     async def stop(self, work: Work, grace_s: float) -> None:
         """End the work with all its processes: TERM, the grace, KILL. Returns when it has ended."""
@@ -288,6 +299,16 @@ class SandboxExecutor:
             work.know_end(error)
             await self._sessions.lost(box)
             raise
+
+    async def heartbeat(self, work: Work) -> Heartbeat | None:
+        """Ask the sandbox for what `carrel-heartbeat` was told, without secrets."""
+        box = work.box
+        if box is None or work.request.mcp is not None or work.ended.is_set():
+            return None
+        info = clean_info(await self._redactor(box.record.owner), await box.connection.get_command(work.name))
+        if info.progress is None or info.beat is None:
+            return None
+        return Heartbeat(info.progress[:MAX_PROGRESS], info.beat)
 
     async def stop(self, work: Work, grace_s: float) -> None:
         """TERM to every process, the grace, then KILL to every process, also to those that the command left behind."""

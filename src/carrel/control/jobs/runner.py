@@ -74,6 +74,8 @@ class _Run:
         self.length = work.record.facts.output
         self.raw = work.record.facts.raw
         self.last_sign = time.monotonic()
+        self.listened = self.last_sign
+        self.beat: int | None = None
         self.facts: dict[str, Any] = {}
         """What is to be written about it."""
         self.started_at = now
@@ -410,6 +412,7 @@ class JobRunner:
                 if reading.done():
                     break
                 if run.stop is None:
+                    await self._listen(run)
                     self._check_times(run)
                 if run.stop is not None:
                     await self._end_work(run, reading)
@@ -439,6 +442,18 @@ class JobRunner:
                 while run.held >= MOST_HELD:
                     await self._flush(run)
         raise SandboxLost("the sandbox ended the output in the middle")
+
+    async def _listen(self, run: _Run) -> None:
+        """Look whether the job says how far it is. Jobs that are over soon are not asked."""
+        now = time.monotonic()
+        if now - run.listened < LOOK_S:
+            return
+        run.listened = now
+        with suppress(CarrelError):
+            said = await self._executor.heartbeat(run.work)
+            if said is not None and said.beat != run.beat:
+                run.beat, run.last_sign = said.beat, time.monotonic()
+                run.facts |= {"progress": said.text, "progress_at": time.time()}
 
     def _next_look(self, run: _Run) -> float:
         """Return the seconds until something has to be written or checked."""
