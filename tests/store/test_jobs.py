@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from carrel.control.jobs import lifecycle
-from carrel.control.jobs.lifecycle import Outcome
+from carrel.control.jobs.lifecycle import JobOutcome
 from carrel.models import JobState
 from carrel.models.events import EVERYTHING, EventFilter
 from carrel.store import Database
 from carrel.store.events import EventStore
-from carrel.store.jobs import JobRecord, JobStore, Output, Step
+from carrel.store.jobs import JobRecord, JobStep, JobStore, OutputPiece
 
 LEASE = 10.0
 submitted = partial(lifecycle.submitted, shown={"summary": "true"})
@@ -103,10 +103,10 @@ async def test_a_write_with_an_old_fence_changes_nothing(jobs: JobStore) -> None
     adopted = await jobs.change(job.id, lambda record, now: lifecycle.adopted(record, now, "n", LEASE))
     assert adopted is not None and adopted.fence == 2
 
-    def end(record: JobRecord, now: float) -> Step | None:
-        return lifecycle.ended(record, now, Outcome(JobState.SUCCEEDED), 60.0)
+    def end(record: JobRecord, now: float) -> JobStep | None:
+        return lifecycle.ended(record, now, JobOutcome(JobState.SUCCEEDED), 60.0)
 
-    piece = Output(0, "stdout", b"late", 4)
+    piece = OutputPiece(0, "stdout", b"late", 4)
     assert await jobs.conclude(job.id, end, job.fence, 1, [piece]) is None
     assert await jobs.output(job.id, 1, 0) == []
     done = await jobs.conclude(job.id, end, adopted.fence, 1, [piece], {"files": [{"path": "x"}], "truncated": False})
@@ -119,7 +119,7 @@ async def test_a_write_with_an_old_fence_changes_nothing(jobs: JobStore) -> None
 async def test_a_change_that_fails_fails_alone(jobs: JobStore) -> None:
     first, second = await put(jobs, make(1), make(2))
 
-    def broken(record: JobRecord, now: float) -> Step | None:
+    def broken(record: JobRecord, now: float) -> JobStep | None:
         raise ValueError("broken")
 
     results = await asyncio.gather(

@@ -108,25 +108,25 @@ class JobRecord:
     facts: JobFacts = field(default_factory=JobFacts)
 
 
-class Step(NamedTuple):
+class JobStep(NamedTuple):
     """What becomes of a job: its new record, and the events that tell it."""
 
     record: JobRecord
     events: Sequence[EventDraft] = ()
 
 
-Decide = Callable[[JobRecord, float], Step | None]
+Decide = Callable[[JobRecord, float], JobStep | None]
 """Returns what becomes of a job at a time; None if nothing does."""
 
 
-class Held(NamedTuple):
+class HeldJob(NamedTuple):
     """A job whose lease was renewed. `cancel`: somebody has cancelled it, maybe through another server."""
 
     fence: int
     cancel: bool
 
 
-class Output(NamedTuple):
+class OutputPiece(NamedTuple):
     """A piece of the output of a job, without secrets. `raw` is its end in the output of the sandbox."""
 
     start: int
@@ -179,7 +179,7 @@ class JobStore:
 
     # one job
 
-    async def insert(self, decide: Callable[[JobRecord, float], Step], record: JobRecord) -> tuple[JobRecord, bool]:
+    async def insert(self, decide: Callable[[JobRecord, float], JobStep], record: JobRecord) -> tuple[JobRecord, bool]:
         """Add a job as `decide` makes it; return it and True, or the one with the same idempotency key and False."""
 
         def run(connection: Connection) -> tuple[tuple[JobRecord, bool], Sequence[EventDraft]]:
@@ -207,7 +207,7 @@ class JobStore:
         decide: Decide,
         fence: int,
         attempt: int,
-        output: Sequence[Output],
+        output: Sequence[OutputPiece],
         artifacts: Mapping[str, Any] | None = None,
     ) -> JobRecord | None:
         """Like `change`, with output of an attempt and the artifacts in the same transaction."""
@@ -273,7 +273,7 @@ class JobStore:
         owner: str,
         free: int,
         share: Share,
-        decide: Callable[[JobRecord, float], Step],
+        decide: Callable[[JobRecord, float], JobStep],
         *,
         recent_s: float | None,
     ) -> list[JobRecord]:
@@ -341,14 +341,14 @@ class JobStore:
 
     # leases
 
-    async def renew(self, owner: str, seconds: float) -> dict[str, Held]:
+    async def renew(self, owner: str, seconds: float) -> dict[str, HeldJob]:
         """Extend the lease of every running job of a server, and return these jobs."""
         mine = and_(jobs.c.owner == owner, jobs.c.state == JobState.RUNNING.value)
         statement = update(jobs).where(mine).values(lease_until=database_clock() + seconds)
 
-        def run(connection: Connection) -> tuple[dict[str, Held], Sequence[EventDraft]]:
+        def run(connection: Connection) -> tuple[dict[str, HeldJob], Sequence[EventDraft]]:
             rows = connection.execute(statement.returning(jobs.c.id, jobs.c.fence, jobs.c.cancel))
-            return {row.id: Held(int(row.fence), bool(row.cancel)) for row in rows}, ()
+            return {row.id: HeldJob(int(row.fence), bool(row.cancel)) for row in rows}, ()
 
         return await self._grouped.write("~", run)
 
@@ -414,7 +414,7 @@ class JobStore:
 
     # output and artifacts
 
-    async def output(self, job_id: str, attempt: int, offset: int) -> list[Output]:
+    async def output(self, job_id: str, attempt: int, offset: int) -> list[OutputPiece]:
         """Return the output of an attempt from an offset on, about a megabyte; the first piece may begin before."""
         columns = (job_output.c.start, job_output.c.stream, job_output.c.data, job_output.c.raw)
         of_attempt = and_(job_output.c.job_id == job_id, job_output.c.attempt == attempt)
@@ -422,7 +422,7 @@ class JobStore:
         query = select(*columns).where(of_attempt, ends > offset).order_by(job_output.c.start).limit(16)
         found, size = [], 0
         for row in await self._database.rows(query):
-            found.append(Output(int(row[0]), row[1], bytes(row[2]), int(row[3])))
+            found.append(OutputPiece(int(row[0]), row[1], bytes(row[2]), int(row[3])))
             size += len(found[-1].data)
             if size >= PAGE_BYTES:
                 break
@@ -435,7 +435,7 @@ class JobStore:
         return (list(rows[0][0]), bool(rows[0][1])) if rows else ([], False)
 
 
-def _write_output(connection: Connection, job_id: str, attempt: int, output: Sequence[Output]) -> None:
+def _write_output(connection: Connection, job_id: str, attempt: int, output: Sequence[OutputPiece]) -> None:
     if output:
         rows = [{"job_id": job_id, "attempt": attempt, **each._asdict()} for each in output]
         connection.execute(insert(job_output), rows)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from carrel.control.jobs import lifecycle
-from carrel.control.jobs.lifecycle import Outcome
+from carrel.control.jobs.lifecycle import JobOutcome
 from carrel.models import JobState
-from carrel.store.jobs import JobRecord, Queue, Step
+from carrel.store.jobs import JobRecord, JobStep, Queue
 
 TTL, LEASE, GRACE = 100.0, 10.0, 5.0
 
@@ -45,7 +45,7 @@ class Jobs(RuleBasedStateMachine):
         self.begun: list[int] = []  # the attempt of each beginning of the work
         self.ends = 0
 
-    def take(self, step: Step | None) -> None:
+    def take(self, step: JobStep | None) -> None:
         if step is None:
             return
         before, after = self.job, step.record
@@ -98,7 +98,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(state=st.sampled_from([JobState.SUCCEEDED, JobState.FAILED, JobState.TIMED_OUT, JobState.LOST]))
     def end(self, state: JobState) -> None:
-        self.take(lifecycle.ended(self.job, self.now, Outcome(state), TTL))
+        self.take(lifecycle.ended(self.job, self.now, JobOutcome(state), TTL))
 
     @rule()
     def look(self) -> None:
@@ -135,7 +135,7 @@ def running(**request: Any) -> JobRecord:
 
 
 def test_without_retries_a_failure_is_the_end() -> None:
-    step = lifecycle.ended(running(), 1002.0, Outcome(JobState.FAILED, exit_code=3), TTL)
+    step = lifecycle.ended(running(), 1002.0, JobOutcome(JobState.FAILED, exit_code=3), TTL)
     assert step is not None and step.record.state is JobState.FAILED and step.record.facts.exit_code == 3
     assert step.record.expires_at == 1102.0 and step.record.attempt == 1
 
@@ -143,17 +143,17 @@ def test_without_retries_a_failure_is_the_end() -> None:
 def test_the_pause_before_a_retry_doubles() -> None:
     job, pauses = running(retries=3, backoff_s=2.0), []
     for _ in range(3):
-        step = lifecycle.ended(job, 1002.0, Outcome(JobState.FAILED), TTL)
+        step = lifecycle.ended(job, 1002.0, JobOutcome(JobState.FAILED), TTL)
         assert step is not None and step.record.state is JobState.QUEUED
         pauses.append(step.record.not_before - 1002.0)
         job = lifecycle.claimed(step.record, step.record.not_before, "a", LEASE, dispatched=True).record
     assert pauses == [2.0, 4.0, 8.0] and job.attempt == 4
-    last = lifecycle.ended(job, 1002.0, Outcome(JobState.FAILED), TTL)
+    last = lifecycle.ended(job, 1002.0, JobOutcome(JobState.FAILED), TTL)
     assert last is not None and last.record.state is JobState.FAILED
 
 
-@pytest.mark.parametrize("outcome", [Outcome(JobState.CANCELLED), Outcome(JobState.FAILED, "denied", final=True)])
-def test_some_ends_are_not_tried_again(outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [JobOutcome(JobState.CANCELLED), JobOutcome(JobState.FAILED, "denied", final=True)])
+def test_some_ends_are_not_tried_again(outcome: JobOutcome) -> None:
     step = lifecycle.ended(running(retries=5), 1002.0, outcome, TTL)
     assert step is not None and step.record.state is outcome.state
 

@@ -123,7 +123,7 @@ class Heartbeat(NamedTuple):
     beat: int
 
 
-class Executor(Protocol):
+class JobExecutor(Protocol):
     """Runs the work of a job. A Kubernetes Job could be another one."""
 
     def ready(self, record: JobRecord, request: JobRequest) -> bool:

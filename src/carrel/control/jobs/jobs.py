@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from carrel.config import JobSettings
 from carrel.control.governance.open_requests import OpenRequests
 from carrel.control.jobs import lifecycle
-from carrel.control.jobs.executor import Executor, checked_files
+from carrel.control.jobs.executor import JobExecutor, checked_files
 from carrel.control.jobs.runner import JobRunner
 from carrel.control.jobs.watch import JobWatch
 from carrel.control.jobs.webhooks import JobWebhooks
@@ -51,7 +51,7 @@ class Jobs:
         self,
         settings: JobSettings,
         store: JobStore,
-        executor: Executor,
+        executor: JobExecutor,
         operations: Operations,
         secret_values: SecretValues,
         tokens: Tokens,

@@ -13,14 +13,14 @@ from typing import Any
 from carrel.models import JobInfo, JobRequest, JobState
 from carrel.models.events import EventDraft, EventKind, body_of
 from carrel.models.jobs import LONGEST_BACKOFF_S
-from carrel.store.jobs import JobFacts, JobRecord, Queue, Step
+from carrel.store.jobs import JobFacts, JobRecord, JobStep, Queue
 
 TRIED_AGAIN = frozenset({JobState.FAILED, JobState.TIMED_OUT, JobState.LOST})
 """The ends after which a job is run again, if its submitter asked for retries."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """How an attempt ended. With `final` it is not tried again: it was refused, or its whole time is over."""
 
     state: JobState
@@ -31,14 +31,14 @@ class Outcome:
     oom_killed: bool = False
 
 
-def submitted(record: JobRecord, now: float, shown: Mapping[str, object]) -> Step:
+def submitted(record: JobRecord, now: float, shown: Mapping[str, object]) -> JobStep:
     """A new job is queued. `shown` is for its event."""
     record = replace(record, created_at=now, queued_at=now, not_before=now)
     record = replace(record, due_at=_due(record, now))
-    return Step(record, [_event(record, now, EventKind.JOB_QUEUED, shown)])
+    return JobStep(record, [_event(record, now, EventKind.JOB_QUEUED, shown)])
 
 
-def claimed(record: JobRecord, now: float, owner: str, lease_s: float, *, dispatched: bool) -> Step:
+def claimed(record: JobRecord, now: float, owner: str, lease_s: float, *, dispatched: bool) -> JobStep:
     """A server begins the next attempt, or goes on with one whose work has not begun. `dispatched`: its work may begin
     at once, before anything more is written.
     """
@@ -61,21 +61,21 @@ def claimed(record: JobRecord, now: float, owner: str, lease_s: float, *, dispat
         due_at=None,
         facts=replace(kept, phase="starting", claim=record.fence + 1, dispatched=dispatched, queued_ms=waited * 1000),
     )
-    return Step(record, [_started(record, now)] if dispatched else [])
+    return JobStep(record, [_started(record, now)] if dispatched else [])
 
 
 def _started(record: JobRecord, now: float) -> EventDraft:
     return _event(record, now, EventKind.JOB_STARTED, {"attempt": record.attempt})
 
 
-def adopted(record: JobRecord, now: float, owner: str, lease_s: float) -> Step | None:
+def adopted(record: JobRecord, now: float, owner: str, lease_s: float) -> JobStep | None:
     """A new process of the server that had a job goes on with it."""
     if record.state is not JobState.RUNNING or record.owner != owner:
         return None
-    return Step(replace(record, fence=record.fence + 1, lease_until=now + lease_s))
+    return JobStep(replace(record, fence=record.fence + 1, lease_until=now + lease_s))
 
 
-def noted(record: JobRecord, now: float, facts: Mapping[str, Any]) -> Step | None:
+def noted(record: JobRecord, now: float, facts: Mapping[str, Any]) -> JobStep | None:
     """The server of a running job has learned something about it."""
     if record.state is not JobState.RUNNING:
         return None
@@ -86,15 +86,15 @@ def noted(record: JobRecord, now: float, facts: Mapping[str, Any]) -> Step | Non
         events.append(_started(after, now))
     if after.facts.progress_at != before.progress_at:
         events.append(_event(after, now, EventKind.JOB_PROGRESS, {"progress": after.facts.progress}))
-    return Step(after, events)
+    return JobStep(after, events)
 
 
-def put_back(record: JobRecord, now: float, reason: str | None, pause_s: float) -> Step | None:
+def put_back(record: JobRecord, now: float, reason: str | None, pause_s: float) -> JobStep | None:
     """Its work has not begun and cannot begin now: it waits for its turn again, with the same attempt."""
     if record.state is not JobState.RUNNING:
         return None
     if record.cancel:
-        return ended(record, now, Outcome(JobState.CANCELLED), 0.0)
+        return ended(record, now, JobOutcome(JobState.CANCELLED), 0.0)
     facts = replace(record.facts, phase=None, reason=reason, resumes=True, dispatched=False)
     waiting = replace(
         record, state=JobState.QUEUED, owner=None, lease_until=None, not_before=now + pause_s, facts=facts
@@ -102,15 +102,15 @@ def put_back(record: JobRecord, now: float, reason: str | None, pause_s: float) 
     # It keeps its place in the queue, and the queue timeout goes on from where the job was queued.
     waiting = replace(waiting, due_at=_due(waiting, waiting.queued_at))
     told = [] if reason == record.facts.reason else [_event(waiting, now, EventKind.JOB_QUEUED, {"reason": reason})]
-    return Step(waiting, told)
+    return JobStep(waiting, told)
 
 
-def asked(record: JobRecord, now: float, approval: str, operation: str, step: int) -> Step | None:
+def asked(record: JobRecord, now: float, approval: str, operation: str, step: int) -> JobStep | None:
     """A person has to decide before the work can begin. The server is free for other jobs meanwhile."""
     if record.state is not JobState.RUNNING:
         return None
     if record.cancel:
-        return ended(record, now, Outcome(JobState.CANCELLED), 0.0)
+        return ended(record, now, JobOutcome(JobState.CANCELLED), 0.0)
     facts = replace(
         record.facts, phase=None, reason=None, resumes=True, dispatched=False, operation=operation, step=step
     )
@@ -123,31 +123,33 @@ def asked(record: JobRecord, now: float, approval: str, operation: str, step: in
         due_at=_whole(record),
         facts=facts,
     )
-    return Step(waiting, [_event(waiting, now, EventKind.JOB_WAITING, {"approval": approval, "operation": operation})])
+    return JobStep(
+        waiting, [_event(waiting, now, EventKind.JOB_WAITING, {"approval": approval, "operation": operation})]
+    )
 
 
-def decided(record: JobRecord, now: float) -> Step | None:
+def decided(record: JobRecord, now: float) -> JobStep | None:
     """A person has decided, or nobody did in time: the job goes on, and finds out."""
     if record.state is not JobState.WAITING_APPROVAL:
         return None
     record = replace(record, state=JobState.QUEUED, queued_at=now, not_before=now)
     record = replace(record, due_at=_due(record, now))
-    return Step(record, [_event(record, now, EventKind.JOB_QUEUED, {"reason": "its approval was decided"})])
+    return JobStep(record, [_event(record, now, EventKind.JOB_QUEUED, {"reason": "its approval was decided"})])
 
 
-def cancelled(record: JobRecord, now: float, by: str, ttl_s: float) -> Step | None:
+def cancelled(record: JobRecord, now: float, by: str, ttl_s: float) -> JobStep | None:
     """Somebody cancels a job. One that runs is ended by its server, which confirms it."""
     if record.state.terminal or record.cancel:
         return None
     marked = replace(record, cancel=True)
     told = _event(record, now, EventKind.JOB_CANCELLING, {"by": by})
     if record.state is JobState.RUNNING:
-        return Step(marked, [told])
-    last = _end(marked, now, Outcome(JobState.CANCELLED, f"cancelled by {by} before it ran"), ttl_s)
-    return Step(last.record, [told, *last.events])
+        return JobStep(marked, [told])
+    last = _end(marked, now, JobOutcome(JobState.CANCELLED, f"cancelled by {by} before it ran"), ttl_s)
+    return JobStep(last.record, [told, *last.events])
 
 
-def overdue(record: JobRecord, now: float, ttl_s: float) -> Step | None:
+def overdue(record: JobRecord, now: float, ttl_s: float) -> JobStep | None:
     """The time of a job that waits is over."""
     if record.state not in {JobState.QUEUED, JobState.WAITING_APPROVAL} or record.due_at is None or record.due_at > now:
         return None
@@ -158,26 +160,26 @@ def overdue(record: JobRecord, now: float, ttl_s: float) -> Step | None:
         reason = f"it could not start within timeouts.queue_s: {record.facts.reason}"
     else:
         reason = "it could not start within timeouts.queue_s"
-    return _end(record, now, Outcome(JobState.TIMED_OUT, reason), ttl_s)
+    return _end(record, now, JobOutcome(JobState.TIMED_OUT, reason), ttl_s)
 
 
-def abandoned(record: JobRecord, now: float, ttl_s: float, grace_s: float) -> Step | None:
+def abandoned(record: JobRecord, now: float, ttl_s: float, grace_s: float) -> JobStep | None:
     """The server of a job gave no sign of life for longer than its lease."""
     if record.state is not JobState.RUNNING or record.lease_until is None or record.lease_until > now - grace_s:
         return None
     return lost(record, now, f"the server '{record.owner}', which ran it, no longer answers", ttl_s)
 
 
-def lost(record: JobRecord, now: float, reason: str, ttl_s: float) -> Step | None:
+def lost(record: JobRecord, now: float, reason: str, ttl_s: float) -> JobStep | None:
     """The server or the sandbox of a job died. If its work had not begun, it begins again."""
     if record.state is not JobState.RUNNING:
         return None
     if not record.facts.dispatched:
         return put_back(record, now, reason, 0.0)
-    return ended(record, now, Outcome(JobState.LOST, reason), ttl_s)
+    return ended(record, now, JobOutcome(JobState.LOST, reason), ttl_s)
 
 
-def ended(record: JobRecord, now: float, outcome: Outcome, ttl_s: float) -> Step | None:
+def ended(record: JobRecord, now: float, outcome: JobOutcome, ttl_s: float) -> JobStep | None:
     """An attempt is over. The job has ended, or it is queued for the next attempt."""
     if record.state is not JobState.RUNNING:
         return None
@@ -199,22 +201,22 @@ def ended(record: JobRecord, now: float, outcome: Outcome, ttl_s: float) -> Step
         facts=facts,
     )
     queued = replace(queued, due_at=_due(queued, now + pause))
-    return Step(queued, [_event(queued, now, EventKind.JOB_QUEUED, {"reason": reason, "pause_s": pause})])
+    return JobStep(queued, [_event(queued, now, EventKind.JOB_QUEUED, {"reason": reason, "pause_s": pause})])
 
 
-def tried_again(record: JobRecord, outcome: Outcome) -> bool:
+def tried_again(record: JobRecord, outcome: JobOutcome) -> bool:
     """Whether a job is run again after an attempt that ended so."""
     left = record.request.get("retries", 0) - record.facts.tries
     return outcome.state in TRIED_AGAIN and not outcome.final and left > 0 and not record.cancel
 
 
-def _words(outcome: Outcome) -> str:
+def _words(outcome: JobOutcome) -> str:
     """Return an outcome as the end of a sentence."""
     said = outcome.state.value.replace("_", " ")
     return f"{said}: {outcome.reason}" if outcome.reason else said
 
 
-def _end(record: JobRecord, now: float, outcome: Outcome, ttl_s: float) -> Step:
+def _end(record: JobRecord, now: float, outcome: JobOutcome, ttl_s: float) -> JobStep:
     given = record.request.get("ttl_s")
     facts = replace(
         record.facts,
@@ -244,7 +246,7 @@ def _end(record: JobRecord, now: float, outcome: Outcome, ttl_s: float) -> Step:
         "signal": outcome.signal,
         "attempt": record.attempt,
     }
-    return Step(record, [_event(record, now, EventKind.JOB_ENDED, told)])
+    return JobStep(record, [_event(record, now, EventKind.JOB_ENDED, told)])
 
 
 def _whole(record: JobRecord) -> float | None:

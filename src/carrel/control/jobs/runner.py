@@ -18,8 +18,8 @@ from typing import Any
 from carrel.config import JobSettings
 from carrel.control.governance.open_requests import OpenRequests
 from carrel.control.jobs import lifecycle
-from carrel.control.jobs.executor import Executor, PersonNeeded, Work
-from carrel.control.jobs.lifecycle import Outcome
+from carrel.control.jobs.executor import JobExecutor, PersonNeeded, Work
+from carrel.control.jobs.lifecycle import JobOutcome
 from carrel.control.jobs.watch import JobWatch
 from carrel.errors import (
     CarrelError,
@@ -36,7 +36,7 @@ from carrel.metrics import Metrics
 from carrel.models import JobRequest, JobState, JobWorkspace
 from carrel.primitives import tasks
 from carrel.primitives.backoff import Backoff
-from carrel.store.jobs import Decide, JobFacts, JobRecord, JobStore, Output, Step
+from carrel.store.jobs import Decide, JobFacts, JobRecord, JobStep, JobStore, OutputPiece
 
 log = logging.getLogger("carrel.jobs")
 
@@ -64,12 +64,12 @@ class _Run:
         self.claimed = time.monotonic()
         self.began = self.claimed
         self.task: asyncio.Task[None] | None = None
-        self.stop: Outcome | None = None
+        self.stop: JobOutcome | None = None
         """How it ends because it is stopped."""
         self.stopping = asyncio.Event()
         self.fenced = False
         """Whether another server may have the job by now."""
-        self.pieces: list[Output] = []
+        self.pieces: list[OutputPiece] = []
         self.held = 0
         self.length = work.record.facts.output
         self.raw = work.record.facts.raw
@@ -85,7 +85,7 @@ class _Run:
     def record(self) -> JobRecord:
         return self.work.record
 
-    def end_with(self, outcome: Outcome) -> None:
+    def end_with(self, outcome: JobOutcome) -> None:
         """Stop it. The first reason holds."""
         if self.stop is None:
             self.stop = outcome
@@ -98,14 +98,14 @@ class _Run:
             return
         last = self.pieces[-1] if self.pieces else None
         if last is not None and last.stream == stream and len(last.data) + len(data) <= PIECE:
-            self.pieces[-1] = Output(last.start, stream, last.data + data, self.raw)
+            self.pieces[-1] = OutputPiece(last.start, stream, last.data + data, self.raw)
         else:
-            self.pieces.append(Output(self.length, stream, data, self.raw))
+            self.pieces.append(OutputPiece(self.length, stream, data, self.raw))
         self.length += len(data)
         self.held += len(data)
         self.last_sign = time.monotonic()
 
-    def taken(self) -> list[Output]:
+    def taken(self) -> list[OutputPiece]:
         """Return the output that is not written yet; it is written now."""
         pieces, self.pieces, self.held = self.pieces, [], 0
         return pieces
@@ -118,7 +118,7 @@ class JobRunner:
         self,
         settings: JobSettings,
         store: JobStore,
-        executor: Executor,
+        executor: JobExecutor,
         tokens: Tokens,
         requests: OpenRequests,
         metrics: Metrics,
@@ -189,7 +189,7 @@ class JobRunner:
         """End a job that was cancelled, if it runs here."""
         run = self._runs.get(job_id)
         if run is not None:
-            run.end_with(Outcome(JobState.CANCELLED, "it was cancelled"))
+            run.end_with(JobOutcome(JobState.CANCELLED, "it was cancelled"))
 
     # the loops
 
@@ -229,7 +229,7 @@ class JobRunner:
             if len(found) < free:
                 return
 
-    def _claimed(self, record: JobRecord, now: float) -> Step:
+    def _claimed(self, record: JobRecord, now: float) -> JobStep:
         ready = self._executor.ready(record, JobRequest.model_validate(dict(record.request)))
         return lifecycle.claimed(record, now, self._node, self._lease_s, dispatched=ready)
 
@@ -255,7 +255,7 @@ class JobRunner:
             elif run.record.state is JobState.RUNNING and not run.fenced and run.task is not None:
                 log.warning("job %s is not this server's any more: it is ended here", job_id)
                 run.fenced = True
-                run.end_with(Outcome(JobState.LOST))
+                run.end_with(JobOutcome(JobState.LOST))
         grace = self._lease_s / 3
         for job_id in await self._store.abandoned(grace):
             if job_id not in self._runs:
@@ -288,7 +288,7 @@ class JobRunner:
                     outcome = self._failed(run, error)
                 else:
                     log.exception("job %s failed unexpectedly", run.record.id)
-                    outcome = Outcome(JobState.LOST, "carrel failed; the log of the server says how")
+                    outcome = JobOutcome(JobState.LOST, "carrel failed; the log of the server says how")
                 if outcome is not None:
                     await self._finish(run, outcome)
         finally:
@@ -304,22 +304,22 @@ class JobRunner:
         opened = self._requests.open(run.work.identity)
         assert opened is not None
         words = "the token of its submitter was revoked or has expired"
-        opened.stays_open(lambda: run.end_with(Outcome(JobState.FAILED, words, final=True)))
+        opened.stays_open(lambda: run.end_with(JobOutcome(JobState.FAILED, words, final=True)))
         try:
             await go(run)
         finally:
             opened.close()
 
-    def _failed(self, run: _Run, error: CarrelError) -> Outcome | None:
+    def _failed(self, run: _Run, error: CarrelError) -> JobOutcome | None:
         """Return how a job ends that an error kept from going on; None if it has to wait instead."""
         if isinstance(error, SandboxLost | PlatformError) and run.work.begun:
-            return Outcome(JobState.LOST, f"its sandbox died: {error.detail}")
+            return JobOutcome(JobState.LOST, f"its sandbox died: {error.detail}")
         final = error.status < 500
         if isinstance(error, Unauthorized):
-            return Outcome(JobState.FAILED, "the token of its submitter was revoked or has expired", final=True)
+            return JobOutcome(JobState.FAILED, "the token of its submitter was revoked or has expired", final=True)
         if isinstance(error, Denied):
-            return Outcome(JobState.FAILED, f"it was refused: {error.detail}", final=True)
-        return Outcome(JobState.FAILED, f"it could not be started: {error.detail}", final=final)
+            return JobOutcome(JobState.FAILED, f"it was refused: {error.detail}", final=True)
+        return JobOutcome(JobState.FAILED, f"it could not be started: {error.detail}", final=final)
 
     async def _fresh(self, run: _Run) -> None:
         work = run.work
@@ -373,14 +373,14 @@ class JobRunner:
         work, facts = run.work, run.record.facts
         if facts.result is not None:
             work.begun = True
-            await self._finish(run, Outcome(**{**facts.result, "state": JobState(facts.result["state"])}))
+            await self._finish(run, JobOutcome(**{**facts.result, "state": JobState(facts.result["state"])}))
             return
         found = None
         if facts.dispatched:
             found = await self._executor.find(work)
         if found is None and facts.dispatched:
             reason = "the server was restarted, and the sandbox does not run any more"
-            await self._finish(run, Outcome(JobState.LOST, reason))
+            await self._finish(run, JobOutcome(JobState.LOST, reason))
         elif not found:
             await self._leave(run, partial(_put_back, reason="the server was restarted before it began", pause_s=0.0))
             self.wake()
@@ -476,12 +476,12 @@ class JobRunner:
         now, timeouts = time.monotonic(), run.work.request.timeouts
         if now >= run.began + self._run_s(run):
             if timeouts.whole_s is not None and time.time() >= run.record.created_at + timeouts.whole_s:
-                run.end_with(Outcome(JobState.TIMED_OUT, "it was not done within timeouts.whole_s", final=True))
+                run.end_with(JobOutcome(JobState.TIMED_OUT, "it was not done within timeouts.whole_s", final=True))
             else:
-                run.end_with(Outcome(JobState.TIMED_OUT, "it ran longer than timeouts.run_s"))
+                run.end_with(JobOutcome(JobState.TIMED_OUT, "it ran longer than timeouts.run_s"))
         elif timeouts.heartbeat_s is not None and now - run.last_sign >= timeouts.heartbeat_s:
             words = f"it is stuck: no output and no heartbeat for {timeouts.heartbeat_s:g} s"
-            run.end_with(Outcome(JobState.TIMED_OUT, words))
+            run.end_with(JobOutcome(JobState.TIMED_OUT, words))
 
     async def _end_work(self, run: _Run, reading: asyncio.Future[dict[str, Any]]) -> None:
         """End the work with all its processes."""
@@ -491,7 +491,7 @@ class JobRunner:
         if not reading.done():  # the end of the output is on its way, unless the sandbox is gone
             await asyncio.wait({reading}, timeout=1.0)
 
-    def _outcome(self, run: _Run, end: Mapping[str, Any] | None) -> Outcome:
+    def _outcome(self, run: _Run, end: Mapping[str, Any] | None) -> JobOutcome:
         if end is not None:
             run.facts["dropped"] = end.get("dropped", 0)
         if run.stop is not None:
@@ -500,14 +500,14 @@ class JobRunner:
         assert end is not None
         how = {"exit_code": end["exit_code"], "signal": end["signal"], "oom_killed": bool(end["oom_killed"])}
         if end["timed_out"]:
-            return Outcome(JobState.TIMED_OUT, "it ran longer than timeouts.run_s or than the policy allows", **how)
+            return JobOutcome(JobState.TIMED_OUT, "it ran longer than timeouts.run_s or than the policy allows", **how)
         if end["oom_killed"]:
-            return Outcome(JobState.FAILED, "the sandbox ran out of memory", **how)
+            return JobOutcome(JobState.FAILED, "the sandbox ran out of memory", **how)
         if end["signal"] is not None:
-            return Outcome(JobState.FAILED, f"a signal ended it: {end['signal']}", **how)
+            return JobOutcome(JobState.FAILED, f"a signal ended it: {end['signal']}", **how)
         if end["exit_code"] == 0:
-            return Outcome(JobState.SUCCEEDED, **how)
-        return Outcome(JobState.FAILED, f"exit code {end['exit_code']}", **how)
+            return JobOutcome(JobState.SUCCEEDED, **how)
+        return JobOutcome(JobState.FAILED, f"exit code {end['exit_code']}", **how)
 
     # writing
 
@@ -529,7 +529,7 @@ class JobRunner:
             run.work.record = record
             self._watch.changed(record)
 
-    async def _finish(self, run: _Run, outcome: Outcome) -> None:
+    async def _finish(self, run: _Run, outcome: JobOutcome) -> None:
         """Put the results away, and write the end of the attempt."""
         if run.fenced:
             return
@@ -547,7 +547,7 @@ class JobRunner:
         pieces = run.taken()
         written = {**run.facts, "output": run.length, "raw": run.raw}
 
-        def end(record: JobRecord, now: float) -> Step | None:
+        def end(record: JobRecord, now: float) -> JobStep | None:
             if record.state is not JobState.RUNNING:
                 return None
             noted = replace(record, facts=replace(record.facts, **written))
@@ -566,7 +566,7 @@ class JobRunner:
         if record.state is JobState.QUEUED:
             asyncio.get_running_loop().call_later(max(0.0, record.not_before - time.time()), self.wake)
 
-    def _count(self, run: _Run, facts: JobFacts, outcome: Outcome) -> None:
+    def _count(self, run: _Run, facts: JobFacts, outcome: JobOutcome) -> None:
         """Set the metrics of an attempt that has ended."""
         if outcome.oom_killed:
             exit = "out_of_memory"
@@ -587,7 +587,7 @@ class JobRunner:
         request = run.work.request
         return run.work.begun and bool(request.artifacts or request.snapshot or run.record.own_workspace)
 
-    async def _archive(self, run: _Run, outcome: Outcome) -> Outcome:
+    async def _archive(self, run: _Run, outcome: JobOutcome) -> JobOutcome:
         """List the artifacts, take the snapshot, end the sandbox that was made for the job. What fails is said in the
         reason, and does not change how the job ended.
         """
@@ -628,5 +628,5 @@ class JobRunner:
                 await asyncio.sleep(backoff.next_pause())
 
 
-def _put_back(record: JobRecord, now: float, *, reason: str, pause_s: float) -> Step | None:
+def _put_back(record: JobRecord, now: float, *, reason: str, pause_s: float) -> JobStep | None:
     return lifecycle.put_back(record, now, reason, pause_s)

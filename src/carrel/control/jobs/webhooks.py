@@ -18,7 +18,7 @@ from carrel.control.jobs import lifecycle
 from carrel.errors import CarrelError
 from carrel.primitives import tasks
 from carrel.primitives.backoff import Backoff
-from carrel.store.jobs import JobRecord, JobStore, Step
+from carrel.store.jobs import JobRecord, JobStep, JobStore
 
 if TYPE_CHECKING:
     import httpx
@@ -107,18 +107,18 @@ class JobWebhooks:
             gate.release()
 
 
-def _begun(seen: JobRecord, record: JobRecord, now: float) -> Step | None:
+def _begun(seen: JobRecord, record: JobRecord, now: float) -> JobStep | None:
     if record.webhook is None or record.webhook != seen.webhook:
         return None
-    return Step(replace(record, webhook=now + CLAIM_S))
+    return JobStep(replace(record, webhook=now + CLAIM_S))
 
 
-def _told(record: JobRecord, now: float, failure: str) -> Step:
+def _told(record: JobRecord, now: float, failure: str) -> JobStep:
     if not failure:
-        return Step(replace(record, webhook=None))
+        return JobStep(replace(record, webhook=None))
     tries = record.facts.told + 1
     again: float | None = now + min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2.0**tries)
     if tries >= MOST_TRIES:
         log.warning("the webhook of job %s did not take its end: %s", record.id, failure)
         again = None
-    return Step(replace(record, webhook=again, facts=replace(record.facts, told=tries)))
+    return JobStep(replace(record, webhook=again, facts=replace(record.facts, told=tries)))
