@@ -34,6 +34,7 @@ OPTIONAL = {
     ("a2a", "uvloop"),  # a faster event loop where the server is installed too
     ("supervisor", "matplotlib"),  # only if the code that an agent runs imports it
     ("server", "nats"),  # only with the setting `bus`
+    ("server", "opentelemetry"),  # only with the setting `tracing.enabled`
     ("server", "pypdf"),  # only in sandboxes of the template file-search
 }
 
@@ -84,6 +85,8 @@ def files_of(extra: str) -> list[Path]:
         parts = ["integrations/mcp", "integrations/http.py", "integrations/client_pool.py", "cli/mcp.py"]
     elif extra == "nats":
         parts = ["events/nats_bus.py"]
+    elif extra == "otel":
+        parts = ["tracing/otel.py"]
     elif extra == "deepagents":
         parts = ["integrations/deepagents.py"]
     else:

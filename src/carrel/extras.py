@@ -16,6 +16,8 @@ PARTS = {
     "langgraph": "the LangGraph integration",
     "deepagents": "the deepagents integration",
     "nats": "the delivery of events to NATS",
+    "otel": "the export of traces",
+    "spiffe": "the client of SPIRE",
 }
 """The name of each optional part in errors."""
 

@@ -92,6 +92,13 @@ async def test_every_kind_of_request_through_the_wrong_server(fleet: Fleet, at: 
     assert (await http.patch(f"{box}/commands")).status_code in {404, 405}
     assert (await http.get(box)).json()["node"] == owner
     assert (await started(http, "every-kind"))[0] == owner, "it is found, not started again"
+    # the caller's trace, and no header that only looks like one
+    trace = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "x=1"}
+    answer = await http.post(f"{box}/commands", json={"command": "echo $TRACEPARENT $TRACESTATE"}, headers=trace)
+    assert answer.json()["stdout"] == f"{trace['traceparent']} x=1\n"
+    trace["traceparent"] += "-more"
+    answer = await http.post(f"{box}/commands", json={"command": "echo ${TRACEPARENT-none}"}, headers=trace)
+    assert answer.json()["stdout"] == "none\n"
     # streams
     answer = await http.post(f"{box}/commands/stream", json={"command": "echo one; echo two"})
     events = [json.loads(line) for line in answer.text.splitlines()]
@@ -421,8 +428,8 @@ async def test_a_server_with_another_secret_is_not_sent_anything(
             answer = await other.post("/v1/sandboxes", json={"context_id": "foreign"})
             assert answer.json()["node"] == "other", "it can place sandboxes only on itself"
             refused = await at["a"].post("/v1/sandboxes/foreign/commands", json={"command": "true"})
-            assert (refused.status_code, refused.json()["code"]) == (409, "runs_elsewhere")
-            assert "CARREL_SECRET_KEY" in refused.json()["detail"]
+            assert (refused.status_code, refused.json()["code"]) == (503, "node_unreachable")
+            assert "CARREL_SECRET_KEY" in refused.json()["detail"] and refused.json()["retry"] is False
             found = {each["name"]: each for each in (await at["a"].get("/v1/nodes")).json()["items"]}
             assert found["other"]["state"] == "unreachable" and "CARREL_SECRET_KEY" in found["other"]["notice"]
             assert (found["a"]["state"], found["a"]["here"], found["b"]["here"]) == ("running", True, False)

@@ -56,6 +56,7 @@ async def put(jobs: JobStore, *records: JobRecord) -> list[JobRecord]:
 async def claim(jobs: JobStore, owner: str, free: int) -> list[JobRecord]:
     return await jobs.claim(
         owner,
+        owner,
         free,
         partial(lifecycle.share, free=free, at_once=None, rate=None),
         lambda record, now: lifecycle.claimed(record, now, owner, LEASE, dispatched=True),
@@ -100,7 +101,7 @@ async def test_priority_counts_within_a_namespace_only(jobs: JobStore) -> None:
 async def test_a_write_with_an_old_fence_changes_nothing(jobs: JobStore) -> None:
     await put(jobs, make(1))
     (job,) = await claim(jobs, "n", 1)
-    adopted = await jobs.change(job.id, lambda record, now: lifecycle.adopted(record, now, "n", LEASE))
+    adopted = await jobs.change(job.id, lambda record, now: lifecycle.adopted(record, now, "n", "n", LEASE))
     assert adopted is not None and adopted.fence == 2
 
     def end(record: JobRecord, now: float) -> JobStep | None:
@@ -135,17 +136,17 @@ async def test_a_change_that_fails_fails_alone(jobs: JobStore) -> None:
 async def test_leases_are_renewed_and_found_when_they_end(jobs: JobStore) -> None:
     await put(jobs, make(1), make(2))
     claimed = await claim(jobs, "n", 2)
-    assert await jobs.abandoned(0.0) == []
+    assert await jobs.abandoned(0.0, ["x"]) == []
     await jobs.renew("n", -5.0)
-    assert sorted(await jobs.abandoned(1.0)) == sorted(job.id for job in claimed)
+    assert sorted(await jobs.abandoned(1.0, ["x"])) == sorted(job.id for job in claimed)
     await jobs.change(claimed[0].id, lambda record, now: lifecycle.cancelled(record, now, "p", 60.0))
     held = await jobs.renew("n", LEASE)
     assert {name: (each.fence, each.cancel) for name, each in held.items()} == {
         claimed[0].id: (1, True),
         claimed[1].id: (1, False),
     }
-    assert await jobs.cancelled("n") == [claimed[0].id] and await jobs.abandoned(0.0) == []
-    assert [job.id for job in await jobs.of_owner("n")] == sorted(job.id for job in claimed)
+    assert await jobs.cancelled("n") == [claimed[0].id] and await jobs.abandoned(0.0, ["x"]) == []
+    assert [job.id for job in await jobs.running()] == sorted(job.id for job in claimed)
 
 
 async def test_ended_jobs_expire(jobs: JobStore) -> None:

@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from carrel.api.problems import MOVED_HEADER
 from carrel.api.socket_relay import SocketRelay, with_first_message
+from carrel.connections import of_scope
 from carrel.control.http_wire import MAX_PROBLEM, HttpWire
 from carrel.control.nodes.passes import (
     ADMINISTRATOR,
@@ -41,6 +42,7 @@ from carrel.identity import ROOT, Identity, Tokens
 from carrel.metrics import Metrics
 from carrel.models.operations import DEPLOY_OR_RESUME, TABLE, ForwardedOperation
 from carrel.primitives import tasks
+from carrel.tracing import trace_now
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -57,6 +59,8 @@ _HOP = frozenset(
     }
 )  # fmt: skip
 """Headers of an answer that concern one connection, or that the gate of this server adds."""
+_REPLACED = frozenset({b"x-request-id", b"traceparent", b"tracestate"})
+"""Headers of a request whose values this server has checked, or makes."""
 
 
 def _prefixes() -> str:
@@ -142,6 +146,8 @@ class _Body:
         return "stream" if self.length is None else f"length {self.length.decode('latin-1')}"
 
 
+_STARTS = frozenset({"http.response.start", "websocket.http.response.start"})
+
 Run = Callable[[Receive, Send], Awaitable[None]]
 """Answers a request on this server."""
 
@@ -158,7 +164,10 @@ class Forwarding:
         metrics: Metrics,
         *,
         authenticated: bool,
+        verified: bool,
     ):
+        """`verified`: servers have SPIFFE IDs."""
+        self._verified = verified
         self._metrics = metrics
         self._routing = routing
         self._passes = passes
@@ -184,6 +193,15 @@ class Forwarding:
         """Return the caller of a forwarded request; `Unauthorized`."""
         request = Forwardable(scope.get("method", "GET"), _target_of(scope), kept_headers(scope["headers"]), "")
         passed = self._passes.check(value, request)
+        connection = of_scope(scope)
+        if self._verified and (connection is None or connection.node != passed.sender):
+            raise Unauthorized(
+                "requests are forwarded with mutual TLS only, by the server that signs the pass",
+                field="Carrel-Forwarded",
+                hint="give all servers of the database the same CARREL_SPIFFE_SOURCE",
+            )
+        if self._verified:
+            await self._routing.require_member(passed.sender)
         if passed.caller == ANYONE:
             if self._authenticated:
                 raise Unauthorized(
@@ -218,8 +236,7 @@ class Forwarding:
             return
         body, document = begun
         passed: Pass | None = scope.get(PASS)
-        final = passed is not None or body.more or scope["type"] != "http"
-        asked = self._routing.name
+        asked, again = self._routing.name, False
         for _ in range(TRIES):
             if subject.starts:
                 place = await self._routing.start(document, forwarded=passed is not None)
@@ -228,10 +245,13 @@ class Forwarding:
             if isinstance(place, Here):
                 moves = _Moves(send)
                 with self._routing.starting() if subject.starts else nullcontext():
-                    await run(with_first_message(scope, body.again()), send if final else moves)
-                if not moves.moved:
+                    await run(with_first_message(scope, body.again()), moves if passed is None else send)
+                if moves.owner is None:
                     return
-                final = True  # if it is for this server again, no other can do more
+                asked = moves.owner
+                if again or body.more:
+                    break  # no other server can do more, or a part of the body is gone
+                again = True
             elif passed is not None:  # one hop: the sender finds the owner
                 raise elsewhere(place.node, "it was just forwarded from there" if place.node == passed.sender else "")
             else:
@@ -294,8 +314,10 @@ class Forwarding:
 
     def _headers(self, peer: Peer, scope: Scope, described: str, caller: Caller) -> list[tuple[bytes, bytes]]:
         """Return the headers of a forwarded request, with its pass."""
-        headers = [pair for pair in kept_headers(scope["headers"]) if pair[0] != b"x-request-id"]
+        headers = [pair for pair in kept_headers(scope["headers"]) if pair[0] not in _REPLACED]
         headers.append((b"x-request-id", (caller.request_id or "").encode()))
+        if (trace := trace_now(caller.trace)) is not None:
+            headers += trace.headers()
         request = Forwardable(scope.get("method", "GET"), _target_of(scope), headers, described)
         who = ANYONE
         if self._authenticated:
@@ -421,16 +443,18 @@ async def _rest(wire: HttpWire) -> bytes:
 
 
 class _Moves:
-    """A `send` that holds an answer `runs_elsewhere` back: another server will answer."""
+    """A `send` that holds an answer `runs_elsewhere` back: it is for servers, and callers never see it."""
 
     def __init__(self, send: Send):
         self._send = send
-        self.moved = False
+        self.owner: str | None = None
+        """The server that the answer names."""
 
     async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] == 409:
-            self.moved = any(name == MOVED_HEADER.encode() for name, _ in message.get("headers", ()))
-        if not self.moved:
+        if message["type"] in _STARTS and message["status"] == 409:
+            found = [value for name, value in message.get("headers", ()) if name == MOVED_HEADER.encode()]
+            self.owner = found[0].decode("latin-1") if found else None
+        if self.owner is None:
             await self._send(message)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from carrel.errors import InvalidRequest, ProviderUnavailable, Unsupported
 from carrel.models import Trust
@@ -15,6 +16,9 @@ from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 from carrel.providers.trust import RULES
 from carrel.providers.zygotes import ZygoteClient
+
+if TYPE_CHECKING:
+    from carrel.spiffe.sandboxes import SandboxIdentities
 
 
 def open_providers(
@@ -31,6 +35,7 @@ def open_providers(
     microvm: MicrovmOptions | None = None,
     bundles: str = "",
     third_party: Sequence[str] | None = None,
+    identities: SandboxIdentities | None = None,
 ) -> dict[str, Provider]:
     """Return the providers of this host, strongest first, and of those with one level the quickest; the process
     provider only if the operator allows it, gVisor and virtual machines only with their options. Those of other
@@ -39,6 +44,7 @@ def open_providers(
     `shared` maps paths in every isolated sandbox to what is mounted there from the host. `zygote` is an optional
     client, with the same paths, whose namespace zygote is being started already. Folders below `folder_roots` can be
     workspaces. The roots of images are below the directory `images`; without it, no sandbox runs from an image.
+    `identities` gives SPIFFE IDs to sandboxes on other machines, for providers that have some.
     `docker` is the socket of a Docker daemon, `bundles` the directory for the supervisor's bundle; without it, no
     sandbox is a container.
     """
@@ -61,7 +67,9 @@ def open_providers(
     if third_party is not None:
         from carrel.providers.third_party import open_third_party
 
-        providers += open_third_party(run_dir, third_party, shared=shared, images=images, bundles=bundles)
+        providers += open_third_party(
+            run_dir, third_party, shared=shared, images=images, bundles=bundles, identities=identities
+        )
     return {provider.name: provider for provider in providers}
 
 

@@ -170,8 +170,8 @@ class JobStore:
         self._database = database
         self._grouped = GroupedWrites(database)
         self._turn = 0
-        self.shared = database.shared
-        """Whether other servers may have jobs too."""
+        self.shared = database.polled
+        """Whether other servers, or other workers of this one, may have jobs too."""
 
     async def close(self) -> None:
         """Wait until everything is written."""
@@ -271,6 +271,7 @@ class JobStore:
     async def claim(
         self,
         owner: str,
+        server: str,
         free: int,
         share: Share,
         decide: Callable[[JobRecord, float], JobStep],
@@ -281,7 +282,7 @@ class JobStore:
 
         def run(connection: Connection) -> tuple[list[JobRecord], Sequence[EventDraft]]:
             now = connection.execute(select(_CLOCK)).scalar_one()
-            queues = self._queues(connection, owner, now, free, recent_s)
+            queues = self._queues(connection, owner, server, now, free, recent_s)
             steps = [decide(record, now) for record in share(queues)[:free]]
             if steps:
                 _update(connection, [step.record for step in steps])
@@ -290,7 +291,7 @@ class JobStore:
         return await self._grouped.write("~", run)
 
     def _queues(
-        self, connection: Connection, owner: str, now: float, free: int, recent_s: float | None
+        self, connection: Connection, owner: str, server: str, now: float, free: int, recent_s: float | None
     ) -> dict[str, Queue]:
         queued = and_(jobs.c.state == JobState.QUEUED.value, jobs.c.not_before <= now)
         names = list(
@@ -312,7 +313,7 @@ class JobStore:
         for name in names:
             query = select(jobs).where(queued, jobs.c.namespace == name)
             if self.shared:
-                query = query.where(not_(_elsewhere(owner, now)))
+                query = query.where(not_(_elsewhere(owner, server, now)))
             query = query.order_by(jobs.c.priority.desc(), jobs.c.queued_at, jobs.c.id).limit(free)
             rows = connection.execute(query.with_for_update(skip_locked=True)).mappings()
             found[name] = Queue([_record(row) for row in rows], running.get(name, 0), recent.get(name, 0))
@@ -357,15 +358,15 @@ class JobStore:
         mine = and_(jobs.c.owner == owner, jobs.c.state == JobState.RUNNING.value)
         return await self._database.scalars(select(jobs.c.id).where(mine, jobs.c.cancel.is_(True)))
 
-    async def of_owner(self, owner: str) -> list[JobRecord]:
-        """Return the running jobs of a server."""
-        mine = and_(jobs.c.owner == owner, jobs.c.state == JobState.RUNNING.value)
-        return await self._database.all(select(jobs).where(mine).order_by(jobs.c.id), _record)
+    async def running(self) -> list[JobRecord]:
+        """Return the jobs that run anywhere."""
+        query = select(jobs).where(jobs.c.state == JobState.RUNNING.value)
+        return await self._database.all(query.order_by(jobs.c.id), _record)
 
-    async def abandoned(self, grace_s: float) -> list[str]:
-        """Return the running jobs whose lease has ended at least `grace_s` seconds ago."""
+    async def abandoned(self, grace_s: float, but_of: Collection[str]) -> list[str]:
+        """Return the running jobs whose lease ended at least `grace_s` seconds ago, but for those of some owners."""
         ended = and_(jobs.c.state == JobState.RUNNING.value, jobs.c.lease_until < database_clock() - grace_s)
-        return await self._ids(select(jobs.c.id).where(ended))
+        return await self._ids(select(jobs.c.id).where(ended, jobs.c.owner.not_in(but_of)))
 
     async def overdue(self) -> list[str]:
         """Return the jobs that wait, and whose time is over."""
@@ -452,10 +453,11 @@ def _update(connection: Connection, records: Sequence[JobRecord]) -> None:
     connection.execute(_UPDATE, rows)
 
 
-def _elsewhere(owner: str, now: float) -> ColumnElement[bool]:
-    """Whether another server that answers has the context of a job: its sandbox, or its files."""
+def _elsewhere(owner: str, server: str, now: float) -> ColumnElement[bool]:
+    """Whether another process that answers has the sandbox of a job's context, or another server its files."""
     leased = and_(sessions.c.lease_owner.is_not(None), sessions.c.lease_owner != owner, sessions.c.lease_until > now)
-    alive = exists().where(nodes.c.name == sessions.c.node, nodes.c.seen_at > now - nodes.c.lease_s)
-    has_files = and_(sessions.c.node.is_not(None), sessions.c.node != owner, alive)
+    of_server = or_(nodes.c.name == sessions.c.node, nodes.c.name.startswith(sessions.c.node + ":"))
+    alive = exists().where(of_server, nodes.c.seen_at > now - nodes.c.lease_s)
+    has_files = and_(sessions.c.node.is_not(None), sessions.c.node != server, alive)
     ended = sessions.c.state == State.TERMINATED.value
     return exists().where(sessions.c.context_id == jobs.c.context_id, not_(ended), or_(leased, has_files))

@@ -10,7 +10,7 @@ from sqlalchemy.engine import Connection
 from carrel.models import State
 from carrel.store.clock import database_clock
 from carrel.store.database import Database
-from carrel.store.tables import nodes, sessions
+from carrel.store.tables import nodes, revoked_nodes, sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,8 @@ class Holding:
     lease_left_s: float
     node: str | None
     state: State
+    folder: bool = False
+    """Whether the files are a folder of the host."""
 
 
 class NodeStore:
@@ -73,6 +75,28 @@ class NodeStore:
 
         return await self._database.write(run)
 
+    async def revoked(self) -> frozenset[str]:
+        """Return the servers whose SPIFFE ID is revoked."""
+        return frozenset(await self._database.scalars(select(revoked_nodes.c.name)))
+
+    async def revoke(self, name: str) -> None:
+        """Revoke a server, and end its leases: the others take its sessions over."""
+
+        def run(connection: Connection) -> None:
+            now = float(connection.execute(select(database_clock())).scalar_one())
+            connection.execute(delete(revoked_nodes).where(revoked_nodes.c.name == name))
+            connection.execute(insert(revoked_nodes).values(name=name, at=now))
+            held = and_(sessions.c.lease_owner == name, sessions.c.lease_until > now)
+            connection.execute(update(sessions).where(held).values(lease_until=now))
+
+        await self._database.write(run)
+
+    async def readmit(self, name: str) -> bool:
+        """Undo the revocation of a server; False if it is not revoked."""
+        statement = delete(revoked_nodes).where(revoked_nodes.c.name == name).returning(revoked_nodes.c.name)
+        found = await self._database.write(lambda connection: connection.execute(statement).scalar_one_or_none())
+        return found is not None
+
     async def remove(self, name: str, boot: str) -> None:
         """Remove a server that ends."""
         await self._database.execute(delete(nodes).where(nodes.c.name == name, nodes.c.boot == boot))
@@ -88,13 +112,14 @@ class NodeStore:
         left = (columns.lease_until - database_clock()).label("left")
         # A context may have the same name as the id of a session; ids come first, as everywhere.
         first = case((columns.id == name, 0), else_=1)
-        query = select(columns.lease_owner, left, columns.node, columns.state).where(
+        query = select(columns.lease_owner, left, columns.node, columns.state, columns.workspace_path).where(
             or_(columns.id == name, of_context)
         )
         query = query.order_by(first, columns.created_at.desc(), columns.id.desc()).limit(1)
         for row in await self._database.rows(query):
             seconds = 0.0 if row.lease_owner is None or row.left is None else max(0.0, float(row.left))
-            return Holding(row.lease_owner if seconds else None, seconds, row.node, State(row.state))
+            folder = row.workspace_path is not None
+            return Holding(row.lease_owner if seconds else None, seconds, row.node, State(row.state), folder)
         return None
 
 

@@ -483,3 +483,10 @@ job_artifacts = Table(
     Column("files", JSON, nullable=False),
     Column("truncated", Boolean, nullable=False),
 )
+
+revoked_nodes = Table(
+    "revoked_nodes",
+    metadata,
+    Column("name", Words(128), primary_key=True),
+    Column("at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
+)

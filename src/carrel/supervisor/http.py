@@ -189,6 +189,7 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, router: HttpRouter, tasks: set[asyncio.Task[None]]):
         self._router = router
         self._tasks = tasks
+        self._loop = asyncio.get_running_loop()  # asked once: before Python 3.12 that is a system call
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
@@ -274,7 +275,7 @@ class HttpConnection(asyncio.Protocol):
         self._request = HttpRequest(self._parser.get_method().decode(), path, pairs, run=self._run, _connection=self)
         self._queue.append(self._request)
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._serve())
+            self._task = self._loop.create_task(self._serve())
             self._tasks.add(self._task)
             self._task.add_done_callback(self._tasks.discard)
 
@@ -320,7 +321,7 @@ class HttpConnection(asyncio.Protocol):
                     response.headers += ((b"connection", b"close"),)
                 await self._send(response)
                 if not request._complete:  # an unread body cannot be distinguished from the next request
-                    self._close()
+                    self._end_unread()
                     return
                 self._buffered -= sum(map(len, request._chunks))
                 request._chunks.clear()
@@ -371,6 +372,10 @@ class HttpConnection(asyncio.Protocol):
             head = b"HTTP/1.1 %d Problem\r\ncontent-type: application/problem+json\r\n" % response.status
             self._transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(response.body))
             self._transport.write(response.body)
+        self._end_unread()
+
+    def _end_unread(self) -> None:
+        """Close after an answer to a request that was not read to its end."""
         self._close()
 
     def _close(self) -> None:

@@ -76,7 +76,7 @@ class Jobs(RuleBasedStateMachine):
 
     @rule(owner=st.sampled_from("ab"))
     def adopt(self, owner: str) -> None:
-        self.take(lifecycle.adopted(self.job, self.now, owner, LEASE))
+        self.take(lifecycle.adopted(self.job, self.now, owner, owner, LEASE))
 
     @rule(pause=st.floats(0, 5))
     def put_back(self, pause: float) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from carrel.control.nodes.registry import Nodes, beat_every, default_url, machine_id
+from carrel.control.nodes.workers import Worker
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.store import Database
 from carrel.store.nodes import NodeStore
@@ -21,7 +22,15 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
 
 def node(database: Database, name: str, *, key: str = "key", lease_s: float = 30.0, shared: bool = True) -> Nodes:
     return Nodes(
-        NodeStore(database), LiveSandboxes(), {}, name=name, key_id=key, capacity=4, lease_s=lease_s, shared=shared
+        NodeStore(database),
+        LiveSandboxes(),
+        {},
+        worker=Worker(name),
+        key_id=key,
+        capacity=4,
+        lease_s=lease_s,
+        shared=shared,
+        identity=None,
     )
 
 

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from pathlib import Path
 from random import Random
 
@@ -25,6 +26,7 @@ from carrel.control.plane import ControlPlane
 from carrel.errors import InvalidRequest, LimitExceeded, NotFound, Unsupported
 from carrel.isolation import probe
 from carrel.models import CommandRequest, SandboxRequest, State
+from carrel.models.events import EventFilter, EventKind, StoredEvent
 from carrel.models.pools import PoolInfo, PoolResize
 from carrel.providers.base import Handle, Launch
 
@@ -212,6 +214,36 @@ async def test_a_pool_that_cannot_start_slots_says_why_and_waits(plane: ControlP
     await until(lambda: plane._slots.check() if pool(plane).ready < 2 else _done())  # type: ignore[union-attr]
     await plane._slots.check()
     assert (await filled(plane, 4)).last_failure is None, "it had run dry and grew"
+
+
+async def happened(plane: ControlPlane, kind: EventKind) -> list[dict[str, object]]:
+    """Return the bodies of all events of a kind that no context has."""
+    await plane.events.append([plane.events.draft(EventKind.LOG, None, None, {})])  # the ones before it are stored too
+    wanted, found = EventFilter(kinds=frozenset({kind})), list[StoredEvent]()
+    async with aclosing(plane.events.follow(wanted, 0, until=await plane.events.settled())) as pages:
+        async for page in pages:
+            found += page.events
+    assert {(each.context_id, each.session_id) for each in found} <= {(None, None)}
+    return [json.loads(each.body) for each in found]
+
+
+async def test_a_dry_pool_is_told_once_until_it_is_full_again(plane: ControlPlane, provider: SlotProvider) -> None:
+    await start(plane, "first")
+    await filled(plane)
+    assert await happened(plane, EventKind.POOL_DRY) == []
+    provider.failing = "the daemon is down"
+    for number in range(5):
+        await start(plane, f"next-{number}")
+    told = await happened(plane, EventKind.POOL_DRY)
+    assert len(told) == 1, "the third to the fifth found none"
+    assert (told[0]["provider"], told[0]["size"], told[0]["most"]) == ("namespace", 2, 8)
+    provider.failing = None
+    await until(lambda: plane._slots.check() if pool(plane).ready < 8 else _done())  # type: ignore[union-attr]
+    await filled(plane, 8)
+    provider.failing = "the daemon is down again"
+    for number in range(9):
+        await start(plane, f"last-{number}")
+    assert len(await happened(plane, EventKind.POOL_DRY)) == 2
 
 
 async def test_slots_make_room_for_sandboxes(settings: Settings) -> None:

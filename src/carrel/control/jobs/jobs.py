@@ -24,6 +24,7 @@ from carrel.control.jobs.executor import JobExecutor, checked_files
 from carrel.control.jobs.runner import JobRunner
 from carrel.control.jobs.watch import JobWatch
 from carrel.control.jobs.webhooks import JobWebhooks
+from carrel.control.nodes.workers import Worker
 from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
 from carrel.control.secrets.values import SecretValues
@@ -57,7 +58,7 @@ class Jobs:
         tokens: Tokens,
         requests: OpenRequests,
         metrics: Metrics,
-        node: str,
+        worker: Worker,
         lease_s: float,
     ):
         self._settings = settings
@@ -67,7 +68,7 @@ class Jobs:
         self._secrets = secret_values
         self._metrics = metrics
         self._watch = JobWatch()
-        self._runner = JobRunner(settings, store, executor, tokens, requests, metrics, self._watch, node, lease_s)
+        self._runner = JobRunner(settings, store, executor, tokens, requests, metrics, self._watch, worker, lease_s)
         secret = settings.webhook_secret
         self._webhooks = JobWebhooks(store, b"" if secret is None else secret.get_secret_value().encode())
         self._queued: dict[str, tuple[int, float]] = {}

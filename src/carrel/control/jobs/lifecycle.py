@@ -68,11 +68,11 @@ def _started(record: JobRecord, now: float) -> EventDraft:
     return _event(record, now, EventKind.JOB_STARTED, {"attempt": record.attempt})
 
 
-def adopted(record: JobRecord, now: float, owner: str, lease_s: float) -> JobStep | None:
-    """A new process of the server that had a job goes on with it."""
-    if record.state is not JobState.RUNNING or record.owner != owner:
+def adopted(record: JobRecord, now: float, former: str | None, owner: str, lease_s: float) -> JobStep | None:
+    """A new process goes on with a job of one that has died, its own predecessor or another of the same server."""
+    if record.state is not JobState.RUNNING or record.owner != former:
         return None
-    return JobStep(replace(record, fence=record.fence + 1, lease_until=now + lease_s))
+    return JobStep(replace(record, owner=owner, fence=record.fence + 1, lease_until=now + lease_s))
 
 
 def noted(record: JobRecord, now: float, facts: Mapping[str, Any]) -> JobStep | None:

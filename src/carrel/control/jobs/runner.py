@@ -21,6 +21,7 @@ from carrel.control.jobs import lifecycle
 from carrel.control.jobs.executor import JobExecutor, PersonNeeded, Work
 from carrel.control.jobs.lifecycle import JobOutcome
 from carrel.control.jobs.watch import JobWatch
+from carrel.control.nodes.workers import Worker, server_of
 from carrel.errors import (
     CarrelError,
     Denied,
@@ -123,7 +124,7 @@ class JobRunner:
         requests: OpenRequests,
         metrics: Metrics,
         watch: JobWatch,
-        node: str,
+        worker: Worker,
         lease_s: float,
     ):
         self._settings = settings
@@ -133,7 +134,9 @@ class JobRunner:
         self._requests = requests
         self._metrics = metrics
         self._watch = watch
-        self._node = node
+        self._worker = worker
+        self._node = worker.name
+        self._at_once = max(1, worker.share(settings.at_once))
         self._lease_s = lease_s
         self._runs: dict[str, _Run] = {}
         self._wake = asyncio.Event()
@@ -142,8 +145,11 @@ class JobRunner:
 
     async def open(self) -> None:
         """Go on with the jobs that the process before had, and begin to claim others."""
-        for record in await self._store.of_owner(self._node):
-            adopted = await self._change(record.id, partial(lifecycle.adopted, owner=self._node, lease_s=self._lease_s))
+        for record in await self._store.running():
+            if not self._worker.recovers(record.owner) or not self._of_this_server(record.owner):
+                continue
+            adopt = partial(lifecycle.adopted, former=record.owner, owner=self._node, lease_s=self._lease_s)
+            adopted = await self._change(record.id, adopt)
             if adopted is not None:
                 self._begin(adopted, self._adopted)
         loop = asyncio.get_running_loop()
@@ -181,6 +187,9 @@ class JobRunner:
             log.info("%d jobs go on in their sandboxes, until the server is back", len(kept))
         return kept
 
+    def _of_this_server(self, owner: str | None) -> bool:
+        return owner is not None and server_of(owner) == self._worker.server
+
     def wake(self) -> None:
         """Look at the queue now: there is something new."""
         self._wake.set()
@@ -217,13 +226,15 @@ class JobRunner:
             due = await self._store.next_start()
             if due is None or due > 0:
                 return
-        if len(self._runs) > self._settings.at_once // 2:
+        if len(self._runs) > self._at_once // 2:
             await asyncio.sleep(GATHER_S)
         at_once, rate = self._settings.per_namespace, self._settings.starts_per_minute
-        while (free := self._settings.at_once - len(self._runs)) > 0:
+        while (free := self._at_once - len(self._runs)) > 0:
             choose = partial(lifecycle.share, free=free, at_once=at_once, rate=rate)
             recent_s = None if rate is None else RECENT_S
-            found = await self._store.claim(self._node, free, choose, self._claimed, recent_s=recent_s)
+            found = await self._store.claim(
+                self._node, self._worker.server, free, choose, self._claimed, recent_s=recent_s
+            )
             for record in found:
                 self._begin(record, self._fresh)
             if len(found) < free:
@@ -257,7 +268,7 @@ class JobRunner:
                 run.fenced = True
                 run.end_with(JobOutcome(JobState.LOST))
         grace = self._lease_s / 3
-        for job_id in await self._store.abandoned(grace):
+        for job_id in await self._store.abandoned(grace, self._worker.names):
             if job_id not in self._runs:
                 decide = partial(lifecycle.abandoned, ttl_s=self._settings.ttl_s, grace_s=grace)
                 if await self._change(job_id, decide) is not None:

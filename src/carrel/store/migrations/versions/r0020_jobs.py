@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 from alembic import op
 
-revision = "0019"
-down_revision: str | None = "0018"
+revision = "0020"
+down_revision: str | None = "0019"
 
 _BY_DATABASE = "seconds since 1970, by the clock of the database"
 
