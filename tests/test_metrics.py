@@ -34,7 +34,7 @@ def value(metrics: Metrics, name: str, /, **labels: str) -> float | None:
 
 def use_all(metrics: Metrics) -> None:
     metrics.jobs({JobState.RUNNING: 2})
-    metrics.job_attempt_ended("succeeded", "ok", "", {"queued": 1.0, "running": 20.0, "archiving": None})
+    metrics.job_attempt_ended("succeeded", "ok", "", {"queued": 1.0, "running": 20.0, "archiving": None}, 0.5)
     metrics.operated("shell", "run_command", "ok", 0.002)
     metrics.egress_ended("connect", "ok", 1000, 20, 0.5)
     metrics.egress_ended("connect", "denied_by_policy", 0, 0, 0.001)

@@ -130,6 +130,13 @@ JOB_ENDS = _declare(
         "template": "of the job; may be empty",
     },
 )
+JOB_CPU = _declare(
+    "carrel_job_cpu_seconds",
+    "histogram",
+    "Processor time of jobs that had a sandbox of their own.",
+    {"template": "of the job; may be empty"},
+    _LONG,
+)
 MCP_CALL = _declare(
     "carrel_mcp_call_seconds",
     "histogram",
@@ -391,6 +398,7 @@ class Metrics:
         self._job_phases = _Series(self._histogram(JOB_PHASE))
         ends = Counter(JOB_ENDS.name, JOB_ENDS.text, list(JOB_ENDS.labels), registry=self._registry)
         self._job_ends = _Series(ends)
+        self._job_cpu = _Series(self._histogram(JOB_CPU))
         self._svid_expires: Gauge | None = None
         self._archive_bytes = Counter(ARCHIVE_BYTES.name, ARCHIVE_BYTES.text, registry=self._registry)
         self._syncs = _Series(self._histogram(SYNC))
@@ -422,9 +430,13 @@ class Metrics:
         for state in JobState:
             self._job_states[state.value,].set(counts.get(state, 0))
 
-    def job_attempt_ended(self, state: str, exit: str, template: str, phases: Mapping[str, float | None]) -> None:
-        """Count the end of an attempt of a job, and how many milliseconds its phases took."""
+    def job_attempt_ended(
+        self, state: str, exit: str, template: str, phases: Mapping[str, float | None], cpu_s: float | None
+    ) -> None:
+        """Count the end of an attempt of a job, how many milliseconds its phases took, and its processor time."""
         self._job_ends[state, exit, template].inc()
+        if cpu_s is not None:
+            self._job_cpu[template,].observe(max(0.0, cpu_s))
         for phase, taken in phases.items():
             if taken is not None:
                 self._job_phases[phase, template].observe(taken / 1000)

@@ -254,8 +254,10 @@ class JobInfo(Answer):
     starting_ms: float | None = None
     running_ms: float | None = None
     archiving_ms: float | None = None
-    cpu_seconds: float | None = None
-    memory_peak_bytes: int | None = None
+    cpu_seconds: float | None = Field(
+        default=None, description="processor time of its sandbox, if that was made for the job"
+    )
+    memory_peak_bytes: int | None = Field(default=None, description="the same for the peak of memory")
 
 
 class JobPage(Answer):

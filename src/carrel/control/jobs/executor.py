@@ -155,6 +155,9 @@ class JobExecutor(Protocol):
     async def snapshot(self, work: Work) -> str:
         """Take a snapshot of the workspace and return its id."""
 
+    async def used(self, work: Work) -> tuple[float | None, int | None]:
+        """Return the processor seconds and the peak of memory of the job; None where that is not known."""
+
     async def dismiss(self, work: Work, *, remove: bool) -> None:
         """End the sandbox that was made for the job, and remove its files if wished."""
 
@@ -350,6 +353,14 @@ class SandboxExecutor:
     async def snapshot(self, work: Work) -> str:
         """Take it with the identity of the submitter."""
         return (await self._snapshots.take(self._caller(work), work.context_id)).id
+
+    async def used(self, work: Work) -> tuple[float | None, int | None]:
+        """Read them from the sandbox, which must be the job's own: other work would be counted too."""
+        box = self._sessions.find_live(work.context_id)
+        if box is None:
+            return None, None
+        found = (await box.provider.resources([box.handle])).get(str(box.handle["id"]))
+        return (None, None) if found is None else (found.cpu_s, found.memory_peak_bytes)
 
     async def dismiss(self, work: Work, *, remove: bool) -> None:
         """End the sandbox; its files stay unless they are removed."""

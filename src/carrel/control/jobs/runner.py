@@ -27,6 +27,7 @@ from carrel.errors import (
     Denied,
     LimitExceeded,
     NodeUnreachable,
+    NotRunning,
     PlatformError,
     RunsElsewhere,
     SandboxLost,
@@ -49,7 +50,7 @@ SHARED_LOOK_S = 0.3
 GATHER_S = 0.005
 """While many jobs run, so long others may end too before new ones are claimed."""
 AGAIN_S = 2.0
-"""The pause of a job that could not start for want of room."""
+"""The pause of a job that could not start for want of room, or because its sandbox was just ending."""
 RECENT_S = 60.0
 MOST_HELD = 4 * 1024 * 1024
 """Bytes of output of one job in memory, at which it is written before more is read."""
@@ -346,7 +347,7 @@ class JobRunner:
             asked = partial(lifecycle.asked, approval=needed.approval, operation=needed.operation, step=needed.step)
             await self._leave(run, asked)
             return
-        except (LimitExceeded, RunsElsewhere, NodeUnreachable) as error:
+        except (LimitExceeded, NotRunning, RunsElsewhere, NodeUnreachable, SandboxLost) as error:
             if work.begun:
                 raise
             await self._leave(run, partial(_put_back, reason=error.detail, pause_s=AGAIN_S))
@@ -592,7 +593,7 @@ class JobRunner:
             "running": facts.running_ms,
             "archiving": facts.archiving_ms,
         }
-        self._metrics.job_attempt_ended(state, exit, run.work.request.template or "", phases)
+        self._metrics.job_attempt_ended(state, exit, run.work.request.template or "", phases, facts.cpu_seconds)
 
     def _has_results(self, run: _Run) -> bool:
         request = run.work.request
@@ -617,6 +618,8 @@ class JobRunner:
             except CarrelError as error:
                 failed.append(f"no snapshot could be taken: {error.detail}")
         if run.record.own_workspace:
+            with suppress(CarrelError):
+                run.facts["cpu_seconds"], run.facts["memory_peak"] = await self._executor.used(run.work)
             try:
                 await self._executor.dismiss(run.work, remove=request.workspace is JobWorkspace.REMOVE)
             except CarrelError as error:
