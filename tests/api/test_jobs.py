@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.support.governed import Known
+from tests.support.mcp_hosted import GOOD
 
 from carrel.server import RunningServer
 
@@ -88,6 +89,7 @@ async def test_a_job_without_a_context_has_a_workspace_of_its_own(http: httpx.As
                        artifacts=["out/**/*.txt"], snapshot=True)  # fmt: skip
     done = await end(http, job)
     assert done["state"] == "succeeded" and done["own_workspace"] and done["context_id"] == job["id"]
+    assert done["memory_peak_bytes"] != 0 and done["cpu_seconds"] != 0
     assert done["artifacts"] == 2 and done["snapshot"] and done["reason"] is None
     found = (await http.get(f"/v1/jobs/{job['id']}/artifacts")).json()
     assert [item["path"] for item in found["items"]] == ["out/a.txt", "out/deep/b.txt"]
@@ -327,3 +329,21 @@ async def test_lists_are_paged_and_filtered(http: httpx.AsyncClient) -> None:
     assert len((await http.get("/v1/jobs", params={"context_id": "c1"})).json()["items"]) == 2
     assert (await http.get("/v1/jobs", params={"state": "failed"})).json()["items"] == []
     assert (await http.get(f"/v1/jobs/job-{'0' * 20}")).status_code == 404
+
+
+async def test_a_call_of_a_tool_is_a_job(http: httpx.AsyncClient) -> None:
+    await http.post("/v1/sandboxes", json={"context_id": "c"})
+    await http.put("/v1/sandboxes/c/files/content", params={"path": "good.py"}, content=GOOD.encode())
+    added = await http.put("/v1/sandboxes/c/mcp-servers/good", json={"command": ["python3", "good.py"]})
+    assert added.status_code in {200, 201}, added.text
+    job = await submit(http, context_id="c", mcp={"server": "good", "tool": "echo", "arguments": {"text": "again"}})
+    assert (await end(http, job))["state"] == "succeeded"
+    assert json.loads(await text(http, job))["structured_content"] == {"text": "again"}
+    failed = await end(http, await submit(http, context_id="c", mcp={"server": "good", "tool": "fail"}))
+    assert (failed["state"], failed["exit_code"]) == ("failed", 1)
+    missing = await end(http, await submit(http, context_id="c", mcp={"server": "none", "tool": "echo"}))
+    assert missing["state"] == "failed" and "none" in missing["reason"]
+    hangs = await submit(http, context_id="c", mcp={"server": "good", "tool": "hang"})
+    await until(http, hangs, "running")
+    await http.post(f"/v1/jobs/{hangs['id']}/cancel")
+    assert (await end(http, hangs))["state"] == "cancelled"
