@@ -274,6 +274,15 @@ async def test_metrics_are_those_of_the_whole_server(workers: list[httpx.AsyncCl
     assert openmetrics.text.endswith("# EOF\n") and name in openmetrics.text
 
 
+async def test_a_list_has_what_sandboxes_of_both_workers_use(workers: list[httpx.AsyncClient]) -> None:
+    boxes = [await started(client, f"uses-{number}") for number, client in enumerate(workers)]
+    assert [await owner_of(workers, box) for box in boxes] == [0, 1]
+    for client in workers:
+        items = (await client.get("/v1/sandboxes")).json()["items"]
+        found = [each["resources"] for each in items if each["context_id"] in {"uses-0", "uses-1"}]
+        assert len(found) == 2 and all(each["memory_bytes"] > 0 for each in found), found
+
+
 async def test_a_killed_worker_is_replaced_and_its_sandboxes_run_on(
     server: ServerWithWorkers, workers: list[httpx.AsyncClient]
 ) -> None:
@@ -369,7 +378,7 @@ async def test_a_worker_that_dies_again_and_again_waits(server: ServerWithWorker
         assert (await client.get("/readyz")).status_code == 200
 
 
-async def test_sandboxes_are_divided_and_the_limit_is_that_of_the_server(carrel_forks: None) -> None:
+async def test_the_limit_on_sandboxes_is_that_of_the_server(carrel_forks: None) -> None:
     path = tempfile.mkdtemp(prefix="carrel-w-")
     flags = {"data_dir": path, "port": 0, "volumes": "directory", "max_sandboxes": 3}
     try:
@@ -379,6 +388,12 @@ async def test_sandboxes_are_divided_and_the_limit_is_that_of_the_server(carrel_
                     await started(client, f"c{number}")
                 refused = await client.post("/v1/sandboxes", json={"context_id": "more"})
                 assert refused.status_code == 429 and "3 sandboxes run already" in refused.text
+                assert (await client.post("/v1/sandboxes/c0/terminate", json={})).status_code == 200
+                asked = (client.post("/v1/sandboxes", json={"context_id": f"d{number}"}) for number in range(8))
+                states = [answer.status_code for answer in await asyncio.gather(*asked)]
+                assert states.count(201) <= 1 and set(states) <= {201, 429}, states
+                if 201 not in states:  # each saw the other take the last place
+                    await started(client, "last")
                 nodes = (await client.get("/v1/nodes")).json()["items"]
                 assert [each["capacity"] for each in nodes] == [2, 1]
                 assert all(each["state"] == "running" for each in nodes)

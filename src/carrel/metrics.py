@@ -595,10 +595,12 @@ class _Summed:
         every = [self._own.collect(), *(text_string_to_metric_families(text) for text in self._others)]
         for metrics in every:
             for metric in metrics:
+                if metric.name.endswith("_created"):  # a moment, which the older format shows as a metric of its own
+                    continue
                 families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 known = values.setdefault(metric.name, {})
                 for sample in metric.samples:
-                    if sample.name.endswith("_created"):  # a moment
+                    if sample.name.endswith("_created"):
                         continue
                     key = sample.name, tuple(sorted(sample.labels.items()))
                     if metric.name.endswith(_NOT_SUMMED):

@@ -10,14 +10,14 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from pathlib import Path
-from random import Random
 
 import pytest
 from tests.support.calls import ADMIN
 from tests.support.killed import killed
 from tests.support.sandboxes import until
+from tests.support.slot_claims import FILES, many_claims, said, start
 from tests.support.slots import SlotProvider, slot_provider
 from tests.support.stored_images import layer, small, store
 
@@ -25,7 +25,7 @@ from carrel.config import Settings
 from carrel.control.plane import ControlPlane
 from carrel.errors import InvalidRequest, LimitExceeded, NotFound, Unsupported
 from carrel.isolation import probe
-from carrel.models import CommandRequest, SandboxRequest, State
+from carrel.models import SandboxRequest, State
 from carrel.models.events import EventFilter, EventKind, StoredEvent
 from carrel.models.pools import PoolInfo, PoolResize
 from carrel.providers.base import Handle, Launch
@@ -34,9 +34,6 @@ pytestmark = pytest.mark.skipif(probe.host().missing is not None, reason="needs 
 
 CLAIMS = int(os.environ.get("CARREL_CLAIMS", "64"))
 SEED = int(os.environ.get("CARREL_CLAIM_SEED", "1"))
-
-FILES = "ls -p | grep -v /; "
-"""The files in a workspace, without the folders that every new one has."""
 
 
 @pytest.fixture
@@ -75,20 +72,10 @@ async def filled(plane: ControlPlane, count: int = 2, template: str | None = Non
     return info
 
 
-async def start(plane: ControlPlane, context: str | None, **more: object) -> str:
-    info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id=context, **more))
-    assert info.state is State.RUNNING
-    return info.id
-
-
 def handle_of(plane: ControlPlane, name: str) -> Handle:
     box = plane.sessions.find_live(name)
     assert box is not None
     return box.handle
-
-
-async def said(plane: ControlPlane, name: str, command: str) -> str:
-    return (await plane.operations.run_command(ADMIN, name, CommandRequest(command=command))).stdout
 
 
 async def test_the_first_start_is_cold_and_the_next_claims(plane: ControlPlane, provider: SlotProvider) -> None:
@@ -392,61 +379,10 @@ async def test_a_half_claimed_slot_is_ended_and_its_files_stay(
 
 
 async def test_many_claims_while_slots_are_killed(settings: Settings) -> None:
-    """16 clients and a pool of 8: each context has its own files and no others, whatever happens to slots."""
-    random = Random(SEED)
     provider = slot_provider(settings)
     sized = settings.model_copy(update={"pool": settings.pool.model_copy(update={"size": 8, "max": 8})})
     plane = await ControlPlane.open(sized, providers={"namespace": provider})
-    numbers = iter(range(CLAIMS))
-    shot = 0
-    finished = asyncio.Event()
-
-    async def client() -> None:
-        for number in numbers:
-            name = f"c{number}"
-            await start(plane, name, env={"ME": name})
-            assert await said(plane, name, FILES + "echo $ME > $ME") == "", "a new context has no files"
-            if number % 4 == 0:
-                await plane.sessions.stop(name)
-                await start(plane, name)
-            assert await said(plane, name, FILES + "cat c*") == f"{name}\n{name}\n"
-            if number % 8 == 7:
-                with suppress(asyncio.CancelledError):
-                    cut = asyncio.ensure_future(start(plane, f"x{number}"))
-                    await asyncio.sleep(random.uniform(0, 0.05))
-                    cut.cancel()
-                    await cut
-            await plane.sessions.stop(name)
-
-    async def shoot() -> None:
-        nonlocal shot
-        while not finished.is_set():
-            await asyncio.sleep(random.uniform(0, 0.1))
-            if provider.slots:
-                handle = random.choice(list(provider.slots.values()))
-                with suppress(ProcessLookupError):
-                    os.kill(int(handle["pid"] or 0), signal.SIGKILL)
-                    shot += 1
-
-    shooter = asyncio.ensure_future(shoot())
     try:
-        await start(plane, "warm")
-        await until(lambda: provider.slots)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(16):
-                group.create_task(client())
-        finished.set()
-        await shooter
-        info = pool(plane)
-        assert info is not None and info.claimed > 0 and shot > 0
-        assert len(provider.claims) == len(set(provider.claims)), "a slot was claimed twice"
-        for number in range(CLAIMS):
-            files = Path(plane.driver.directory, f"ctx-c{number}")
-            assert (files / f"c{number}").read_text() == f"c{number}\n"
-        await plane.sessions.shutdown()
-        await plane._slots.close()
-        assert await provider.running() == []
+        await many_claims(plane, provider, CLAIMS, SEED)
     finally:
-        finished.set()
-        await asyncio.gather(shooter, return_exceptions=True)
         await plane.close()

@@ -168,6 +168,15 @@ async def test_a_slot_ends_with_its_server_and_cannot_be_claimed_by_another(harn
     await harness.provider.remove(slot)
 
 
+async def test_a_container_that_is_removed_before_it_gets_its_mounts_has_ended(harness, docker):
+    launch = harness.launch()
+    slot = await slot_of(harness, launch)
+    words = ["docker", "--host", f"unix://{docker.socket}", "rm", "-f", docker.objects()[0]]
+    subprocess.run(words, check=True, capture_output=True)
+    with pytest.raises(PlatformError, match="ended as soon as it had started"):
+        await harness.provider.claim(slot, launch)
+
+
 async def test_a_slot_that_nobody_claimed_ends_with_its_provider(harness):
     provider = harness.make_provider()
     launch = harness.launch()
