@@ -14,7 +14,6 @@ from carrel.store import Database, FilespaceEntry, SessionRecord, SnapshotRecord
 from carrel.store.jobs import JobRecord
 from carrel.store.tables import PathBytes, Words, filespace_entries, jobs, metadata, sessions, snapshots
 
-
 PARTIAL = {"sessions_context", "events_job", "jobs_expiry", "jobs_key", "jobs_webhook"}
 
 

@@ -109,7 +109,15 @@ _live_contexts = Index("sessions_context", sessions.c.context_id, unique=True, s
 
 def declare_for_postgresql() -> None:
     """Complete the tables with options of PostgreSQL. Only for its users: SQLAlchemy imports its dialect for them."""
-    _live_contexts.dialect_options["postgresql"]["where"] = _live
+    partial = {
+        _live_contexts: _live,
+        _job_events: _of_job,
+        _job_keys: _keyed,
+        _job_expiry: _expires,
+        _job_webhooks: _told,
+    }
+    for index, where in partial.items():
+        index.dialect_options["postgresql"]["where"] = where
 
 
 Index("sessions_idempotency_key", sessions.c.idempotency_key, unique=True)
@@ -195,7 +203,7 @@ events = Table(
 )
 Index("events_context", events.c.context_id, events.c.id)
 _of_job = events.c.job_id.is_not(None)
-Index("events_job", events.c.job_id, events.c.id, sqlite_where=_of_job, postgresql_where=_of_job)
+_job_events = Index("events_job", events.c.job_id, events.c.id, sqlite_where=_of_job)
 
 # PostgreSQL: written in the transactions of what happened, and moved to `events` by one transaction at a time.
 staged_events = Table(
@@ -461,9 +469,9 @@ Index("jobs_page", jobs.c.created_at, jobs.c.id)
 Index("jobs_context", jobs.c.context_id, jobs.c.created_at, jobs.c.id)
 Index("jobs_claimed", jobs.c.namespace, jobs.c.claimed_at)
 _keyed, _expires, _told = (each.is_not(None) for each in (jobs.c.idempotency_key, jobs.c.expires_at, jobs.c.webhook))
-Index("jobs_key", jobs.c.idempotency_key, unique=True, sqlite_where=_keyed, postgresql_where=_keyed)
-Index("jobs_expiry", jobs.c.expires_at, sqlite_where=_expires, postgresql_where=_expires)
-Index("jobs_webhook", jobs.c.webhook, sqlite_where=_told, postgresql_where=_told)
+_job_keys = Index("jobs_key", jobs.c.idempotency_key, unique=True, sqlite_where=_keyed)
+_job_expiry = Index("jobs_expiry", jobs.c.expires_at, sqlite_where=_expires)
+_job_webhooks = Index("jobs_webhook", jobs.c.webhook, sqlite_where=_told)
 
 job_output = Table(
     "job_output",
