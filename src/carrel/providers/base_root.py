@@ -68,18 +68,13 @@ def make(place: str, shared: Mapping[str, str]) -> BaseRoot:
 
 def remove_unused(roots: str) -> None:
     """Remove the directories in `roots` of processes that are gone. Call it when no sandbox uses one. Blocking."""
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):  # none was made, or another process removes them now
         for name in os.listdir(roots):
-            with suppress(FileNotFoundError):  # another worker was quicker
-                _remove_unless_locked(os.path.join(roots, name))
-
-
-def _remove_unless_locked(place: str) -> None:
-    lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        remove_tree(place)
-    except BlockingIOError:
-        pass  # a worker of this server made it
-    finally:
-        os.close(lock)
+            lock = os.open(os.path.join(roots, name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_tree(os.path.join(roots, name))
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(lock)

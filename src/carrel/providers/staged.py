@@ -156,9 +156,7 @@ class StagedProvider(Provider, Generic[Parts]):
         return StagedParts(base, bundle.provide(self._bundles))
 
     def _remove_unused(self) -> None:
-        """Remove the roots that this server and those before it have made, once no sandbox is left. Those that other
-        workers use stay. Blocking.
-        """
+        """Remove the roots of servers that are gone, once no sandbox is left. Blocking."""
         if not _names(self._sandboxes):
             base_root.remove_unused(self._roots)
 
@@ -282,7 +280,7 @@ class StagedProvider(Provider, Generic[Parts]):
             await asyncio.gather(self._preparing, return_exceptions=True)
             if not self._preparing.cancelled() and self._preparing.exception() is None:
                 os.close(self._preparing.result().base.lock)
-            await asyncio.to_thread(self._remove_unused)
+        await asyncio.to_thread(self._remove_unused)
         await self._stagers.close()
         self._groups.close()
         for folder in (self._sandboxes, self._roots):
