@@ -1,5 +1,5 @@
 """What the hop to the owner adds: the same command and the same download, asked of the server that has the sandbox and
-of another one, in turns.
+of another one, in turns. Then the same with SPIFFE IDs, where the hop is mutual TLS.
 
 Two servers share a SQLite database. A forwarded request does not use it: the other server remembers the owner.
 """
@@ -21,21 +21,33 @@ SIZE_MB = 256
 
 async def run(progress: Progress) -> Report:
     """Measure."""
+    plain, tls = await _hop("none", progress), await _hop("carrel", progress)
+    names = {
+        "forwarded_exec_added_ms": "forwarded_tls_exec_added_ms",
+        "forward_download_mb_s": "forward_tls_download_mb_s",
+        "forward_download_vs_direct": "forward_tls_download_vs_direct",
+    }
+    figures = {**plain.figures, **{name: tls.figures[of] for of, name in names.items()}}
+    return Report(figures, [*plain.tables, *tls.tables])
+
+
+async def _hop(source: str, progress: Progress) -> Report:
     async with ground.scratch() as place:
         shared = {
             "CARREL_DATABASE": f"sqlite:///{place}/shared.db",
             "CARREL_ARCHIVE": str(place / "archive"),
             "CARREL_SECRET_KEY": base64.b64encode(secrets.token_bytes(32)).decode(),
             "CARREL_SANDBOX_DISK_MB": str(4 * SIZE_MB),
+            "CARREL_SPIFFE_SOURCE": source,
         }
         async with (
             ground.server({**shared, "CARREL_NODE": "a"}) as owner,
             ground.server({**shared, "CARREL_NODE": "b"}) as other,
         ):
-            return await _measure(owner, other, progress)
+            return await _measure(owner, other, "mutual TLS" if source != "none" else "plain HTTP", progress)
 
 
-async def _measure(owner: ground.Server, other: ground.Server, progress: Progress) -> Report:
+async def _measure(owner: ground.Server, other: ground.Server, how: str, progress: Progress) -> Report:
     with Client(owner.url, owner.token) as client:
         box = client.sandbox("forwarded")
         if [node.name for node in client.nodes() if node.sandboxes] != ["a"]:
@@ -56,7 +68,9 @@ async def _measure(owner: ground.Server, other: ground.Server, progress: Progres
         finally:
             direct.close()
             hop.close()
-    table = Table(f"`true` in a running sandbox, {ROUNDS} rounds; {SIZE_MB} MB", ("", "median ms", "p99 ms", "MB/s"))
+    table = Table(
+        f"`true` in a running sandbox, {ROUNDS} rounds; {SIZE_MB} MB; {how}", ("", "median ms", "p99 ms", "MB/s")
+    )
     for name in commands:
         each = taken[name]
         table.add(name, median(each) * 1e3, percentile(each, 99) * 1e3, SIZE_MB / median(loads[name]))
