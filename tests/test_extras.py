@@ -36,6 +36,7 @@ OPTIONAL = {
     ("server", "nats"),  # only with the setting `bus`
     ("server", "spiffe"),  # only with the setting `spiffe.source`
     ("server", "opentelemetry"),  # only with the setting `tracing.enabled`
+    ("server", "spiffe"),  # only with certificates of SPIRE
     ("server", "pypdf"),  # only in sandboxes of the template file-search
 }
 

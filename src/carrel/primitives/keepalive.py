@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 5,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 20_000,  # also while something is sent, which keep-alive does not watch
+}
 
 
 def notice_loss(transport: asyncio.BaseTransport) -> None:

@@ -199,6 +199,11 @@ class Provider(ABC):
         """Return the ids of all sandboxes that the provider knows, even if their start was cancelled."""
         return []
 
+    async def clean(self) -> None:  # noqa: B027 - most have nothing to remove
+        """Remove what a killed server left beside its sandboxes. Called at the start of a server, before the first
+        sandbox and while no other process uses the same directories.
+        """
+
     async def out_of_memory_kills(self, handle: Handle) -> int:
         """Return how many processes of this sandbox were killed for lack of memory; 0 when unknown."""
         return 0

@@ -57,7 +57,7 @@ class NodeLink(Protocol):
 
 
 @dataclass(frozen=True)
-class UnixLink:
+class WorkerLink:
     """A worker of this server at the path of a socket, which only this user can open."""
 
     path: str
@@ -91,7 +91,7 @@ def link_to(url: str, name: str, identity: NodeIdentity | None) -> NodeLink:
     server, if servers have SPIFFE IDs.
     """
     if url.startswith(UNIX):
-        return UnixLink(url.removeprefix(UNIX))
+        return WorkerLink(url.removeprefix(UNIX))
     return TcpLink.of(url, name, identity)
 
 
