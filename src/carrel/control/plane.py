@@ -467,7 +467,7 @@ class ControlPlane:
             if worker.count > 1:
                 locks = ProcessLocks(worker.locks)
                 stack.callback(locks.close)
-                others = Workers(f"{worker.locks}-database", worker.wrote)
+                others = Workers(f"{worker.locks}-database", worker.count, worker.wrote)
             database = await Database.open(settings.database_url, others)
             stack.push_async_callback(database.close)
             checkpoints = CheckpointStore(
