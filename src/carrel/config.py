@@ -491,7 +491,7 @@ class SpiffeSettings(_Group):
         max_length=255,
         pattern=r"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$",
         description="where this server listens for other servers with mutual TLS, as `host:port`; by default `host` "
-        "and a free port",
+        "and a free port. Of several workers, each takes the next port",
     )
 
 

@@ -99,10 +99,10 @@ COMMAND = _declare(
     {"template": _TEMPLATE, "exit": ", ".join(f"`{each}`" for each in sorted(EXITS))},
     (*_QUICK, 900.0, 3600.0),
 )
-SVID_EXPIRES = _declare(
-    "carrel_svid_expires_seconds",
+SVID_EXPIRY = _declare(
+    "carrel_svid_expiry_timestamp_seconds",
     "gauge",
-    "Seconds until this server's SVID expires; it is renewed at half of its life.",
+    "When the SVID of this server expires, in seconds since 1970; 0 if servers have no SPIFFE IDs.",
 )
 EVENT_LAST_ID = _declare("carrel_event_last_id", "gauge", "Number of the newest event; its growth is the rate.")
 EVENT_READERS = _declare("carrel_event_readers", "gauge", "Open streams of events of this server.")
@@ -364,7 +364,7 @@ class Metrics:
         self._event_last = self._gauge(EVENT_LAST_ID)
         self._event_readers = self._gauge(EVENT_READERS)
         self._event_behind = self._gauge(EVENT_BUS_BEHIND)
-        self._svid_expires: Gauge | None = None
+        self._svid_expiry = self._gauge(SVID_EXPIRY)
         self._archive_bytes = Counter(ARCHIVE_BYTES.name, ARCHIVE_BYTES.text, registry=self._registry)
         self._syncs = _Series(self._histogram(SYNC))
         self._image_pulls = _Series(self._histogram(IMAGE_PULL))
@@ -486,11 +486,9 @@ class Metrics:
         """Remove the metrics of a workspace."""
         self._workspaces.forget(context_id)
 
-    def svid(self, expires_in_s: float) -> None:
-        """Set how long the SVID of this server is valid. A server without one shows no such metric."""
-        if self._svid_expires is None:
-            self._svid_expires = self._gauge(SVID_EXPIRES)
-        self._svid_expires.set(expires_in_s)
+    def svid(self, expires_at: float) -> None:
+        """Set when the SVID of this server expires."""
+        self._svid_expiry.set(expires_at)
 
     def events(self, last: int, readers: int, behind: int) -> None:
         """Set how long the event log is, how many read it, and what the bus lacks."""
@@ -526,7 +524,13 @@ class Metrics:
         return Gauge(declared.name, declared.text, list(declared.labels), registry=self._registry)
 
 
-_NOT_SUMMED = ("_timestamp_seconds", "_start_time_seconds", "_max_fds", WORKSPACE_BYTES.name)
+_NOT_SUMMED = (
+    "_timestamp_seconds",
+    "_start_time_seconds",
+    "_max_fds",
+    *(each.name for each in (WORKSPACE_BYTES, EVENT_LAST_ID, SANDBOX_MEMORY, SANDBOX_MEMORY_PEAK, SVID_EXPIRES)),
+    SANDBOX_CPU.name.removesuffix("_total"),
+)
 """The ends of the names of metrics of which the largest value counts: several workers have the same one."""
 
 
@@ -544,10 +548,12 @@ class _Summed:
         every = [self._own.collect(), *(text_string_to_metric_families(text) for text in self._others)]
         for metrics in every:
             for metric in metrics:
+                if metric.name.endswith("_created"):  # a moment, which the older format shows as a metric of its own
+                    continue
                 families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 known = values.setdefault(metric.name, {})
                 for sample in metric.samples:
-                    if sample.name.endswith("_created"):  # a moment
+                    if sample.name.endswith("_created"):
                         continue
                     key = sample.name, tuple(sorted(sample.labels.items()))
                     if metric.name.endswith(_NOT_SUMMED):

@@ -171,7 +171,7 @@ class ControlPlane:
         self.store = store = SessionStore(database)
         self.live = live = LiveSandboxes()
         notes = SessionNotes(live, store)
-        leases = Leases(LeaseStore(database), worker, settings.lease_s)
+        leases = Leases(LeaseStore(database), worker, settings.lease_s, shared=settings.database is not None)
         self.audit = audit = AuditLog(AuditStore(database), key, node, events_of, strict=settings.audit.strict)
         event_store = EventStore(database)
         self.events = events = EventLog(
@@ -285,7 +285,7 @@ class ControlPlane:
         )
         self.mcp_declarations = declarations = McpDeclarations(mcp_store, links)
         most = settings.max_sandboxes
-        capacity = Capacity(worker.share(most), live, of_server=most)
+        capacity = Capacity(most, live, worker)
         sizes = PoolSizes(settings.pool, templates, worker.share)
         self._slots = slots = Slots(
             settings.pool, providers, sizes, capacity, metrics, events, host.images, host.still_means, worker
@@ -404,6 +404,7 @@ class ControlPlane:
                 (secret_files.catch_up, SECRETS_FRESH_S),
                 (slots.check, CHECK_EVERY_S),
                 (connection_events.flush, MINUTE_S),
+                (self.count_events, COUNT_EVERY_S),
                 (HomeLimits(sessions, folders).enforce, LOOK_EVERY_S),
             ),
             of_server=(
@@ -412,13 +413,14 @@ class ControlPlane:
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
                 (self.sweep_events, FORGET_EVERY_S),
-                (self.count_events, COUNT_EVERY_S),
             ),
             first=worker.first,
         )  # fmt: skip
         self.others = self._others_of(worker)
         self._following: asyncio.Task[None] | None = None
         self._refreshing: asyncio.Task[None] | None = None
+        self._behind = False
+        """Whether sandboxes may not have what another worker changed."""
         self._upkeep_task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -523,11 +525,19 @@ class ControlPlane:
             self.tokens.forget_known()
             await self.end_revoked()
 
+        def refresh() -> None:
+            # Sandboxes and the proxy follow soon after: nobody has to wait until all have been looked at.
+            self._behind = True
+            if self._refreshing is None or self._refreshing.done():
+                self._refreshing = asyncio.get_running_loop().create_task(self._refresh_sandboxes())
+
         async def policies() -> None:
             self.policies.forget_known()
-            # The proxy follows soon after. Nobody has to wait until all sandboxes have been looked at.
-            if self._refreshing is None or self._refreshing.done():
-                self._refreshing = asyncio.get_running_loop().create_task(self._refresh_networks())
+            refresh()
+
+        async def secrets() -> None:
+            self.secret_values.stale(None)
+            refresh()
 
         async def approvals() -> None:
             self.approvals.wake()
@@ -540,7 +550,7 @@ class ControlPlane:
             {
                 SharedChange.TOKENS: tokens,
                 SharedChange.POLICIES: policies,
-                SharedChange.SECRETS: self._secret_files.catch_up,
+                SharedChange.SECRETS: secrets,
                 SharedChange.ENVIRONMENTS: self.environments.read_again,
                 SharedChange.APPROVALS: approvals,
                 SharedChange.MCP_SERVERS: mcp_servers,
@@ -548,9 +558,15 @@ class ControlPlane:
             },
         )
 
-    async def _refresh_networks(self) -> None:
-        for box in self.live.all():
-            await self.egress.refresh(box)
+    async def _refresh_sandboxes(self) -> None:
+        while self._behind:
+            self._behind = False
+            try:
+                await self._secret_files.catch_up()
+            except CarrelError as error:  # it is tried again in seconds
+                log.warning("sandboxes may not have their current secrets: %s", error)
+            for box in self.live.all():
+                await self.egress.refresh(box)
 
     @cached_property
     def image_builds(self) -> ImageBuilds:
@@ -578,7 +594,7 @@ class ControlPlane:
         await self.nodes.beat()
         await self.peers.close_silent()
         if self.identities is not None:
-            self.metrics.svid(self.identities.node.expires_in_s)
+            self.metrics.svid(self.identities.node.svid.expires_at)
 
     async def count_events(self) -> None:
         """Set the metrics of the event log."""

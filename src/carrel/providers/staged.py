@@ -156,10 +156,9 @@ class StagedProvider(Provider, Generic[Parts]):
         return StagedParts(base, bundle.provide(self._bundles))
 
     def _remove_unused(self) -> None:
-        """Remove the roots that this server and those before it have made, once no sandbox is left. Blocking."""
+        """Remove the roots of servers that are gone, once no sandbox is left. Blocking."""
         if not _names(self._sandboxes):
-            for name in _names(self._roots):
-                remove_tree(os.path.join(self._roots, name))
+            base_root.remove_unused(self._roots)
 
     # starting
 
@@ -279,7 +278,9 @@ class StagedProvider(Provider, Generic[Parts]):
     async def close(self) -> None:
         if self._preparing is not None:
             await asyncio.gather(self._preparing, return_exceptions=True)
-            await asyncio.to_thread(self._remove_unused)
+            if not self._preparing.cancelled() and self._preparing.exception() is None:
+                os.close(self._preparing.result().base.lock)
+        await asyncio.to_thread(self._remove_unused)
         await self._stagers.close()
         self._groups.close()
         for folder in (self._sandboxes, self._roots):

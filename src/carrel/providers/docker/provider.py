@@ -308,9 +308,12 @@ class DockerProvider(Provider):
             return []
         filters = json.dumps({"label": [f"{containers.INSTANCE}={self._instance}"]})
         found = await self._engine.get("/containers/json", all="true", filters=filters) or ()
-        ids = [str(each["Labels"][containers.SANDBOX]) for each in found]
-        await asyncio.to_thread(self._remove_strays, {self._key(id) for id in (*ids, *self._starting)})
-        return ids
+        return [str(each["Labels"][containers.SANDBOX]) for each in found]
+
+    async def clean(self) -> None:
+        if os.path.isdir(self._folder) and await asyncio.to_thread(self.missing) is None:
+            keep = {self._key(id) for id in (*await self.running(), *self._starting)}
+            await asyncio.to_thread(self._remove_strays, keep)
 
     def _remove_strays(self, keep: set[str]) -> None:
         """Remove control directories without a container: a server was killed between the two."""
