@@ -29,6 +29,8 @@ from carrel.control.host import HostParts
 from carrel.control.images.images import Images
 from carrel.control.images.sandbox_image import SandboxImage
 from carrel.control.images.template_images import TemplateImages
+from carrel.control.jobs.executor import SandboxExecutor
+from carrel.control.jobs.jobs import Jobs
 from carrel.control.mcp.catalogue import McpDiscovery
 from carrel.control.mcp.declarations import McpDeclarations, McpInstaller
 from carrel.control.mcp.links import McpLinks
@@ -106,6 +108,7 @@ from carrel.store.code_contexts import CodeContextStore
 from carrel.store.database import Workers
 from carrel.store.environments import EnvironmentStore
 from carrel.store.events import EventStore
+from carrel.store.jobs import JobStore
 from carrel.store.leases import LeaseStore
 from carrel.store.mcp_servers import McpServerStore
 from carrel.store.nodes import NodeStore
@@ -129,6 +132,7 @@ log = logging.getLogger("carrel.control")
 FORGET_EVERY_S = 600.0
 EVICT_EVERY_S = 60.0
 COUNT_EVERY_S = 10.0
+SWEEP_JOBS_EVERY_S = 10.0
 
 
 class ControlPlane:
@@ -388,6 +392,21 @@ class ControlPlane:
         )
         self.router = StatelessPool(settings.router, sessions, operations, own, python, packages, metrics)
 
+        # jobs
+        executor = SandboxExecutor(sessions, operations, own, snapshots, self.mcp, values)
+        self.jobs = jobs = Jobs(
+            settings.jobs,
+            JobStore(database),
+            executor,
+            operations,
+            values,
+            self.tokens,
+            self.requests,
+            metrics,
+            worker,
+            settings.lease_s,
+        )
+
         # upkeep
         self.disk = Disk(layout, driver, settings.archive_url)
         self.retention = WorkspaceRetention(sessions, workspaces, store, audit, ttl_days=settings.workspace_ttl_days)
@@ -413,6 +432,8 @@ class ControlPlane:
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
                 (self.sweep_events, FORGET_EVERY_S),
+                (jobs.sweep, SWEEP_JOBS_EVERY_S),
+                (jobs.count, COUNT_EVERY_S),
             ),
             first=worker.first,
         )  # fmt: skip
@@ -512,6 +533,7 @@ class ControlPlane:
             self._webhook.start()
         if self._bus is not None:
             self._bus.start()
+        await self.jobs.open()
         self._upkeep_task = asyncio.get_running_loop().create_task(self.upkeep.run())
         if self.others is not None:
             self._following = asyncio.get_running_loop().create_task(self.others.run())
@@ -622,9 +644,10 @@ class ControlPlane:
             )
 
     async def close(self) -> None:
-        """End every sandbox and release everything."""
+        """End every sandbox in which no job runs, and release everything."""
         self.approvals.close()
         await tasks.cancel([self._upkeep_task, self._following, self._refreshing])
+        with_jobs = await self.jobs.close()
         await self.nodes.leave()
         if self._webhook is not None:
             await self._webhook.close()
@@ -634,7 +657,7 @@ class ControlPlane:
             await self._mcp_links.close()
             await self.environments.close()
             await self.upkeep.flush()
-            await self.sessions.shutdown()
+            await self.sessions.shutdown(leave=with_jobs)
         finally:
             await self._slots.close()
             self.peers.close()
