@@ -34,7 +34,9 @@ OPTIONAL = {
     ("a2a", "uvloop"),  # a faster event loop where the server is installed too
     ("supervisor", "matplotlib"),  # only if the code that an agent runs imports it
     ("server", "nats"),  # only with the setting `bus`
+    ("server", "spiffe"),  # only with the setting `spiffe.source`
     ("server", "opentelemetry"),  # only with the setting `tracing.enabled`
+    ("server", "spiffe"),  # only with certificates of SPIRE
     ("server", "pypdf"),  # only in sandboxes of the template file-search
 }
 
@@ -85,6 +87,8 @@ def files_of(extra: str) -> list[Path]:
         parts = ["integrations/mcp", "integrations/http.py", "integrations/client_pool.py", "cli/mcp.py"]
     elif extra == "nats":
         parts = ["events/nats_bus.py"]
+    elif extra == "spiffe":
+        parts = ["spiffe/spire.py"]
     elif extra == "otel":
         parts = ["tracing/otel.py"]
     elif extra == "deepagents":

@@ -213,8 +213,11 @@ def clean_error(redactor: Redactor | None, error: CarrelError) -> None:
 
 
 def clean_info(redactor: Redactor, info: CommandInfo) -> CommandInfo:
-    """Remove secrets from the command line of a command."""
-    return info.model_copy(update={"command": redactor.value(info.command)})
+    """Remove secrets from the command line of a command, and from what it says about its progress."""
+    shown = {"command": redactor.value(info.command)}
+    if info.progress is not None:
+        shown["progress"] = redactor.text(info.progress)
+    return info.model_copy(update=shown)
 
 
 R = TypeVar("R", bound=CommandResult)

@@ -143,6 +143,8 @@ class LiveSandboxes:
     def __init__(self) -> None:
         self._by_id: dict[str, LiveSandbox] = {}
         self._by_context: dict[str, str] = {}
+        self.on_change: list[Callable[[], None]] = []
+        """Called when a sandbox was added or removed."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -173,6 +175,11 @@ class LiveSandboxes:
         self._by_id[box.record.id] = box
         if box.record.context_id is not None:
             self._by_context[box.record.context_id] = box.record.id
+        self._changed()
+
+    def _changed(self) -> None:
+        for notify in self.on_change:
+            notify()
 
     def has(self, box: LiveSandbox) -> bool:
         """Whether this instance is still registered."""
@@ -188,6 +195,7 @@ class LiveSandboxes:
             del self._by_id[box.record.id]
             if box.record.context_id is not None:
                 self._by_context.pop(box.record.context_id, None)
+            self._changed()
 
 
 def info_of(record: SessionRecord, live: LiveSandboxes, last_activity_at: float | None = None) -> SandboxInfo:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -431,8 +431,10 @@ class Sessions:
         if not await box.provider.alive(box.handle):
             await self.stop(box.record.id, "lost", error="the sandbox died")
 
-    async def shutdown(self) -> None:
-        """End every sandbox; durable workspaces stay, and their sessions are stopped."""
+    async def shutdown(self, leave: Collection[str] = ()) -> None:
+        """End every sandbox but those of the sessions to leave, which the next process adopts. Durable workspaces stay,
+        and their sessions are stopped.
+        """
         self._starting.closing = True
         gate = asyncio.Semaphore(_PARALLEL_ENDS)
 
@@ -445,7 +447,10 @@ class Sessions:
 
         async with asyncio.TaskGroup() as group:
             for box in self.live():
-                group.create_task(end(box))
+                if box.record.id in leave:
+                    box.connection.close()
+                else:
+                    group.create_task(end(box))
 
     # inner
 

@@ -25,7 +25,7 @@ from carrel.control.sessions.request_checks import changes, launch, new_record
 from carrel.control.sessions.slots import Slots
 from carrel.control.sessions.templates import Templates
 from carrel.control.workspaces.workspaces import Provided, Workspaces
-from carrel.errors import CarrelError, Conflict, NodeUnreachable, PlatformError
+from carrel.errors import CarrelError, Conflict, LimitExceeded, NodeUnreachable, PlatformError
 from carrel.isolation.cgroups import host_memory_mb
 from carrel.models import SandboxInfo, SandboxRequest, State
 from carrel.providers.base import Handle, Provider
@@ -122,7 +122,12 @@ class Starting:
         moved = None
         if previous is not None and previous.node not in {None, node} and record.workspace_path is None:
             moved = await self._move(record, previous, existing)
-        self._capacity.begin()
+        try:
+            self._capacity.begin()
+        except LimitExceeded:
+            if existing is not None:
+                await self._store.update(record.id, fence=record.fence, release=True)
+            raise
         new = moved is not None and moved.new
         handle: Handle | None = None
         box: LiveSandbox | None = None
