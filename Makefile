@@ -1,10 +1,10 @@
 # Each target sets up what it needs on a fresh clone.
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test kills check format bench generate requirements wheel clean
+.PHONY: help setup serve test kills cluster-test check format bench generate requirements wheel clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup:  ## make .venv with everything that development needs
 	@scripts/setup dev
@@ -30,6 +30,9 @@ KILLED := $(addprefix tests/end_to_end/test_,kills.py here_kills.py image_kills.
 
 kills: setup  ## kill the server 200 times under load on each database, with images and with slots, and `carrel here` 200 times
 	@CARREL_KILLS=$${CARREL_KILLS:-200} $(PY) -m pytest -q $(KILLED) $(ARGS)
+
+cluster-test: setup  ## test on a real Kubernetes, which it builds (once, ten minutes), starts and ends (ARGS="-k name")
+	@scripts/cluster run $(abspath $(PY)) -m pytest -q -p no:cacheprovider tests/cluster $(ARGS)
 
 check: setup  ## format, lint, strict types, import layers, generated files
 	@$(PY) -m ruff format --check .
