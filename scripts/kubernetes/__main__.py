@@ -6,9 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import layout
 import programs
-from machine import Machine
+from machine import Machine, Started
 
 
 def main(arguments: list[str]) -> int:
@@ -19,13 +21,18 @@ def main(arguments: list[str]) -> int:
         case ["run", _, *_]:
             return _run(arguments[1:])
         case ["kubectl", *words]:
-            folder = os.environ.get("CARREL_CLUSTER")
-            if not folder:
-                raise SystemExit("cluster: kubectl works below `scripts/cluster run`")
-            program = str(programs.Programs.of(programs.provide()).kubernetes)
-            os.execv(program, ["kubectl", *words])  # acts as the program it is called as
-    print("usage: scripts/cluster build | run COMMAND… | kubectl …", file=sys.stderr)
+            os.execv(_started().programs.kubernetes, ["kubectl", *words])  # acts as the program it is called as
+        case ["import", _, *_]:
+            return subprocess.call(_started().in_mounts([*layout.IMPORT, *map(os.path.abspath, arguments[1:])]))
+    print("usage: scripts/cluster build | run COMMAND… | kubectl … | import ARCHIVE…", file=sys.stderr)
     return 2
+
+
+def _started() -> Started:
+    folder = os.environ.get("CARREL_CLUSTER")
+    if not folder:
+        raise SystemExit("cluster: this works below `scripts/cluster run`")
+    return Started(Path(folder))
 
 
 def _run(command: list[str]) -> int:

@@ -75,6 +75,7 @@ class Machine:
             time.sleep(0.05)
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
         self._first = int(children[0])
+        (self.folder / "pid").write_text(children[0])
         self.took_s = time.monotonic() - began
 
     def _said(self) -> str:
@@ -91,6 +92,18 @@ class Machine:
             self._process.wait()
         _remove(self.folder)
         os.close(self._lock)
+
+
+class Started:
+    """The machine of a folder, as programs below `run` find it."""
+
+    def __init__(self, folder: Path):
+        self.programs = Programs(**{k: Path(v) for k, v in json.loads((folder / "programs.json").read_text()).items()})
+        self._first = (folder / "pid").read_text()
+
+    def in_mounts(self, command: list[str]) -> list[str]:
+        """Return a command that runs another where the machine's files are."""
+        return ["nsenter", "-t", self._first, "-m", "--", *command]
 
 
 def _make_groups(name: str) -> list[Path]:

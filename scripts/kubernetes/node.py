@@ -238,7 +238,7 @@ class Node:
         program = {"/controller": self._programs["agent_sandbox"]}
         archives.write(controller, layout.CONTROLLER, ["/controller"], program)
         for archive in (pause, controller):
-            if self._ctr("-n", "k8s.io", "images", "import", str(archive)) != 0:
+            if self._quietly(*layout.IMPORT, str(archive)) != 0:
                 raise SystemExit(f"containerd did not import {archive.name}")
             archive.unlink()
 
