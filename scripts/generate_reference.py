@@ -68,7 +68,9 @@ def metrics_page() -> str:
         "together, with every label\n"
         f"`{metrics.OTHER}`. Metrics with a `context_id` exist for the {metrics.MOST_CONTEXTS:,} "
         "workspaces that were used\n"
-        "last, and are removed with the workspace.\n\n" + "\n".join(rows) + "\n"
+        "last, and are removed with the workspace. Metrics with a `sandbox` exist for the running sandboxes that were\n"
+        "used last, as many as `metrics.sandboxes` says (100); they are measured when the metrics are asked for, at\n"
+        "most every 2 seconds. A sandbox of the provider `process` is not measured.\n\n" + "\n".join(rows) + "\n"
     )
 
 

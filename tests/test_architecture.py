@@ -23,11 +23,14 @@ ALLOWED = {
     "events": BASE | {"models", "extras"},
     "images": BASE | {"models", "config", "threads"},
     "isolation": BASE,
+    "spiffe": BASE | {"extras"},
     "supervisor": BASE,
     "sandbox_programs": set(),
-    "providers": BASE | {"isolation", "threads", "models"},
+    "providers": BASE | {"isolation", "threads", "models", "spiffe"},
     "egress": BASE | {"policy", "models", "metrics", "redaction", "isolation", "threads"},
-    "control": BASE | KINDS | {"threads", "models", "policy", "config", "isolation", "providers", "egress", "images"},
+    "control": BASE
+    | KINDS
+    | {"threads", "models", "policy", "config", "isolation", "providers", "egress", "images", "spiffe"},
     "connections": BASE,
     "api": BASE | {"control", "events", "models", "metrics", "identity", "audit", "connections"},
     "client": BASE | {"models"},

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from carrel import metrics as declared
 from carrel.errors import BY_CODE, LimitExceeded, NotFound
-from carrel.metrics import DECLARATIONS, MOST_SERIES, Metrics, outcome_of
+from carrel.metrics import DECLARATIONS, MOST_SERIES, Metrics, SandboxSample, outcome_of
 from carrel.models import State, SyncDirection
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -37,8 +37,13 @@ def use_all(metrics: Metrics) -> None:
     metrics.egress_ended("connect", "ok", 1000, 20, 0.5)
     metrics.egress_ended("connect", "denied_by_policy", 0, 0, 0.001)
     metrics.egress_ended("made up", "made up", 0, 0, 0.001)
+    metrics.egress_ended("connect", "ok", 5, 0, 0.5, template="coding")
+    metrics.command_ended("coding", "timed_out", 2.0)
+    metrics.command_ended(None, "made up", float("nan"))
+    metrics.command_ended(None, "ok", float("inf"))
+    metrics.resources([SandboxSample("sbx-1", "coding", 1.5, 4096, 8192), SandboxSample("sbx-2", "", None, 1, None)])
     metrics.started("namespace", "fresh", 0.02)
-    metrics.started("namespace", "resume", 0.03)
+    metrics.started("namespace", "resume", 0.03, template="coding")
     metrics.pool_slots({("docker", "ready"): 2, ("docker", "starting"): 1})
     metrics.pool_claimed("docker", "claimed")
     metrics.snapshotted("btrfs", "ok", 0.006)
@@ -62,13 +67,22 @@ def test_every_call_shows() -> None:
     metrics = Metrics()
     use_all(metrics)
     assert value(metrics, "carrel_operation_seconds_count", kind="shell", name="run_command", outcome="ok") == 1
-    assert value(metrics, "carrel_egress_seconds_sum", protocol="connect", outcome="ok") == 0.5
+    assert value(metrics, "carrel_egress_seconds_sum", protocol="connect", outcome="ok") == 1.0
     assert value(metrics, "carrel_egress_seconds_count", protocol="connect", outcome="denied_by_policy") == 1
     assert value(metrics, "carrel_egress_seconds_count", protocol="other", outcome="unexpected") == 1
-    assert value(metrics, "carrel_egress_bytes_total", direction="in") == 1000
-    assert value(metrics, "carrel_egress_bytes_total", direction="out") == 20
-    assert value(metrics, "carrel_sandbox_start_seconds_count", provider="namespace", kind="fresh") == 1
-    assert value(metrics, "carrel_sandbox_start_seconds_sum", provider="namespace", kind="resume") == 0.03
+    assert value(metrics, "carrel_egress_bytes_total", template="", direction="in") == 1000
+    assert value(metrics, "carrel_egress_bytes_total", template="coding", direction="in") == 5
+    assert value(metrics, "carrel_egress_bytes_total", template="", direction="out") == 20
+    started = "carrel_sandbox_start_seconds"
+    assert value(metrics, f"{started}_count", provider="namespace", kind="fresh", template="") == 1
+    assert value(metrics, f"{started}_sum", provider="namespace", kind="resume", template="coding") == 0.03
+    assert value(metrics, "carrel_command_seconds_sum", template="coding", exit="timed_out") == 2.0
+    assert value(metrics, "carrel_command_seconds_sum", template="", exit="unknown") == 0.0
+    assert math.isfinite(value(metrics, "carrel_command_seconds_sum", template="", exit="ok") or math.inf)
+    assert value(metrics, "carrel_sandbox_cpu_seconds_total", sandbox="sbx-1", template="coding") == 1.5
+    assert value(metrics, "carrel_sandbox_cpu_seconds_total", sandbox="sbx-2", template="") is None
+    assert value(metrics, "carrel_sandbox_memory_bytes", sandbox="sbx-2", template="") == 1
+    assert value(metrics, "carrel_sandbox_memory_peak_bytes", sandbox="sbx-1", template="coding") == 8192
     assert value(metrics, "carrel_snapshot_seconds_bucket", driver="btrfs", outcome="ok", le="0.005") == 0
     assert value(metrics, "carrel_snapshot_seconds_bucket", driver="btrfs", outcome="ok", le="0.01") == 1
     assert value(metrics, "carrel_restore_seconds_sum") == 1.5
@@ -91,6 +105,8 @@ def test_every_call_shows() -> None:
     assert value(metrics, "carrel_volume_used_bytes") == 5_000_000
     assert value(metrics, "carrel_volume_capacity_bytes") == 9_000_000
     assert (value(metrics, "carrel_process_resident_memory_bytes") or 0) > 1_000_000
+    metrics.resources([])
+    assert "carrel_sandbox_memory_bytes{" not in metrics.render()[0].decode()
     metrics.sandboxes({State.STOPPED: 1})
     assert value(metrics, "carrel_sandboxes", state="running") == 0
 

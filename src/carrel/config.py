@@ -206,6 +206,18 @@ class AuditSettings(_Group):
     )
 
 
+class MetricsSettings(_Group):
+    """Metrics and what is shown of running sandboxes."""
+
+    sandboxes: int = Field(
+        default=100,
+        ge=0,
+        le=1000,
+        description="running sandboxes whose processor time and memory are measured when somebody asks: those that "
+        "were used last. Each has three metrics of its own; 0 for none",
+    )
+
+
 class EventSettings(_Group):
     """The event log."""
 
@@ -526,6 +538,7 @@ class Settings(_Group):
     approvals: ApprovalSettings = Field(default_factory=ApprovalSettings)
     audit: AuditSettings = Field(default_factory=AuditSettings)
     events: EventSettings = Field(default_factory=EventSettings)
+    metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     egress: EgressSettings = Field(default_factory=EgressSettings)
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
     images: ImageSettings = Field(default_factory=ImageSettings)

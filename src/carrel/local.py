@@ -53,7 +53,7 @@ class LocalSandbox:
         self.id = str(handle["id"])
         self.provider = provider.name
         self.unsafe = provider.unsafe
-        self.connection = SupervisorClient(str(handle["socket"]))
+        self.connection = SupervisorClient(provider.link(handle))
         self.commands = LocalCommands(self.connection, resolved.limits.timeout_s, provider, handle)
         self._disk_mb = resolved.limits.disk_mb
         self._lifetime_s = resolved.limits.lifetime_s

@@ -1,7 +1,8 @@
 """The metrics of a control plane, each declared once.
 
-Label values come from closed sets in the code, never from a request, and their number is bounded. Only the two metrics
-of a workspace name its context; they cover the most recently used workspaces and end with the workspace.
+Label values come from closed sets in the code or from the operator's templates, never from a request, and their number
+is bounded. Only the two metrics of a workspace name its context; they cover the most recently used workspaces and end
+with the workspace. The three metrics of a sandbox name its id; they cover a few running ones and end with the sandbox.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Generic, Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.openmetrics import exposition as openmetrics
@@ -42,12 +43,17 @@ _WORKSPACE_LABELS = {
     "namespace": "what its id has before the first colon, or `default`",
     "agent": "whom it belongs to: the agent or service whose token made it, else its template; may be empty",
 }
+_SANDBOX_LABELS = {"sandbox": "the id of the session", "template": "its template; empty without one"}
+_TEMPLATE = "the template of the sandbox; empty without one"
 _QUICK = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 900.0)
 
 _MCP_OUTCOMES = _OUTCOMES | {"tool_error", "timed_out"}
 _EGRESS_PROTOCOLS = frozenset({"connect", "http", "socks5", "index"})
 _EGRESS_OUTCOMES = _OUTCOMES | {"denied_by_policy", "bad_request", "unreachable", "timed_out", "broken_off"}
+EXITS = frozenset({"ok", "failed", "signaled", "timed_out", "out_of_memory", "error", "cancelled", "unknown", "gone"})
+"""How commands end. `error`: carrel failed; `cancelled`: the caller went away; `unknown` and `gone`: nobody saw it."""
+_LONGEST_S = 30 * 86_400.0
 _COUNTED = tuple(state for state in State if state is not State.TERMINATED)
 
 
@@ -85,6 +91,13 @@ OPERATION = _declare(
     {"kind": "`shell`, `file`, `mcp`, `network` or `session`", "name": "the operation", "outcome": _OUTCOME},
     _QUICK,
 )
+COMMAND = _declare(
+    "carrel_command_seconds",
+    "histogram",
+    "How long commands, Python calls and cells ran, in the foreground or not.",
+    {"template": _TEMPLATE, "exit": ", ".join(f"`{each}`" for each in sorted(EXITS))},
+    (*_QUICK, 900.0, 3600.0),
+)
 EVENT_LAST_ID = _declare("carrel_event_last_id", "gauge", "Number of the newest event; its growth is the rate.")
 EVENT_READERS = _declare("carrel_event_readers", "gauge", "Open streams of events of this server.")
 EVENT_BUS_BEHIND = _declare("carrel_event_bus_behind", "gauge", "Events that the bus lacks, if this server delivers.")
@@ -113,14 +126,29 @@ EGRESS_BYTES = _declare(
     "carrel_egress_bytes_total",
     "counter",
     "Bytes between sandboxes and the outside.",
-    {"direction": "`in` to sandboxes, `out` of them"},
+    {"template": _TEMPLATE, "direction": "`in` to sandboxes, `out` of them"},
 )
 START = _declare(
     "carrel_sandbox_start_seconds",
     "histogram",
     "Time from the wish for a sandbox until it takes commands.",
-    {"provider": "where it runs", "kind": "`fresh` or `resume`"},
+    {"provider": "where it runs", "kind": "`fresh` or `resume`", "template": _TEMPLATE},
     _QUICK,
+)
+SANDBOX_CPU = _declare(
+    "carrel_sandbox_cpu_seconds_total",
+    "counter",
+    "Processor time that a running sandbox has used since it started.",
+    _SANDBOX_LABELS,
+)
+SANDBOX_MEMORY = _declare(
+    "carrel_sandbox_memory_bytes", "gauge", "Memory of a running sandbox, as its limit counts it.", _SANDBOX_LABELS
+)
+SANDBOX_MEMORY_PEAK = _declare(
+    "carrel_sandbox_memory_peak_bytes",
+    "gauge",
+    "The most memory that a running sandbox has had. Where the kernel does not keep it, the most that was seen.",
+    _SANDBOX_LABELS,
 )
 POOL_SLOTS = _declare(
     "carrel_pool_slots",
@@ -269,17 +297,57 @@ class _Workspaces(Collector):
         ]
 
 
+@dataclass(frozen=True, slots=True)
+class SandboxSample:
+    """What a running sandbox uses; None is not shown."""
+
+    sandbox: str
+    template: str
+    cpu_s: float | None
+    memory_bytes: int | None
+    memory_peak_bytes: int | None
+
+
+class _Sandboxes(Collector):
+    """The metrics of single sandboxes: those of the last measurement."""
+
+    def __init__(self) -> None:
+        self.samples: Sequence[SandboxSample] = ()
+
+    def collect(self) -> Iterable[Metric]:
+        cpu, memory, peak = self._empty()
+        for each in self.samples:
+            labels = [each.sandbox, each.template]
+            for family, value in ((cpu, each.cpu_s), (memory, each.memory_bytes), (peak, each.memory_peak_bytes)):
+                if value is not None:
+                    family.add_metric(labels, value)
+        return [cpu, memory, peak]
+
+    def describe(self) -> Iterable[Metric]:
+        return self._empty()
+
+    @staticmethod
+    def _empty() -> tuple[CounterMetricFamily, GaugeMetricFamily, GaugeMetricFamily]:
+        labels = [*_SANDBOX_LABELS]
+        return (
+            CounterMetricFamily(SANDBOX_CPU.name, SANDBOX_CPU.text, labels=labels),
+            GaugeMetricFamily(SANDBOX_MEMORY.name, SANDBOX_MEMORY.text, labels=labels),
+            GaugeMetricFamily(SANDBOX_MEMORY_PEAK.name, SANDBOX_MEMORY_PEAK.text, labels=labels),
+        )
+
+
 class Metrics:
     """The metrics of one control plane. Every method is fast, never fails and may be called from any thread."""
 
     def __init__(self, *, most_contexts: int = MOST_CONTEXTS) -> None:
         self._registry = CollectorRegistry()
         self._operations = _Series(self._histogram(OPERATION))
+        self._commands = _Series(self._histogram(COMMAND))
         self._mcp_calls = _Series(self._histogram(MCP_CALL))
         self._mcp_discoveries = _Series(self._histogram(MCP_DISCOVERY))
         self._egress = _Series(self._histogram(EGRESS))
         moved = Counter(EGRESS_BYTES.name, EGRESS_BYTES.text, list(EGRESS_BYTES.labels), registry=self._registry)
-        self._egress_in, self._egress_out = moved.labels("in"), moved.labels("out")
+        self._egress_bytes = _Series(moved)
         self._starts = _Series(self._histogram(START))
         self._pool_slots = _Series(self._gauge(POOL_SLOTS))
         claims = Counter(POOL_CLAIMS.name, POOL_CLAIMS.text, list(POOL_CLAIMS.labels), registry=self._registry)
@@ -297,6 +365,8 @@ class Metrics:
         self._states = _Series(self._gauge(SANDBOXES))
         self._workspaces = _Workspaces(most_contexts)
         self._registry.register(self._workspaces)
+        self._resources = _Sandboxes()
+        self._registry.register(self._resources)
         self._volume_used = self._gauge(VOLUME_USED)
         self._volume_capacity = self._gauge(VOLUME_CAPACITY)
         routed = Counter(ROUTER_CALLS.name, ROUTER_CALLS.text, list(ROUTER_CALLS.labels), registry=self._registry)
@@ -313,6 +383,11 @@ class Metrics:
         """Count an operation that ended or was refused; `outcome` is from `outcome_of`."""
         self._operations[kind, name, _known(outcome)].observe(seconds)
 
+    def command_ended(self, template: str | None, exit: str, seconds: float) -> None:
+        """Count a command, a Python call or a cell that ended; `exit` is one of `EXITS`."""
+        # A sandbox may say any duration.
+        self._commands[template or "", exit if exit in EXITS else "unknown"].observe(min(max(0.0, seconds), _LONGEST_S))
+
     def mcp_called(self, origin: Literal["context", "platform"], outcome: str, seconds: float) -> None:
         """Count a request to an MCP server."""
         self._mcp_calls[origin, outcome if outcome in _MCP_OUTCOMES else UNEXPECTED].observe(seconds)
@@ -321,16 +396,24 @@ class Metrics:
         """Count a discovery of an MCP server's tools."""
         self._mcp_discoveries[_known(outcome),].observe(seconds)
 
-    def egress_ended(self, protocol: str, outcome: str, received: int, sent: int, seconds: float) -> None:
+    def egress_ended(
+        self, protocol: str, outcome: str, received: int, sent: int, seconds: float, *, template: str | None = None
+    ) -> None:
         """Count an outbound connection or request of a sandbox that ended or was refused."""
         shown = protocol if protocol in _EGRESS_PROTOCOLS else OTHER
         self._egress[shown, outcome if outcome in _EGRESS_OUTCOMES else UNEXPECTED].observe(seconds)
-        self._egress_in.inc(max(0, received))
-        self._egress_out.inc(max(0, sent))
+        self._egress_bytes[template or "", "in"].inc(max(0, received))
+        self._egress_bytes[template or "", "out"].inc(max(0, sent))
 
-    def started(self, provider: str, kind: Literal["fresh", "resume"], seconds: float) -> None:
+    def started(
+        self, provider: str, kind: Literal["fresh", "resume"], seconds: float, *, template: str | None = None
+    ) -> None:
         """Count a started sandbox: a fresh one, or one on an existing workspace."""
-        self._starts[provider, kind].observe(seconds)
+        self._starts[provider, kind, template or ""].observe(seconds)
+
+    def resources(self, samples: Sequence[SandboxSample]) -> None:
+        """Set what running sandboxes use; the others lose their series."""
+        self._resources.samples = samples
 
     def pool_slots(self, counts: Mapping[tuple[str, str], int]) -> None:
         """Set the number of warm sandboxes of each provider in each state."""

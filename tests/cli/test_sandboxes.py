@@ -15,7 +15,8 @@ def test_ps_and_rm(carrel: Carrel) -> None:
     assert listed[name]["state"] == "running"
     assert listed[name]["commands"] == 0
     table = carrel("ps").stdout.decode().splitlines()
-    assert table[0].split() == ["CONTEXT", "ID", "STATE", "PROVIDER", "NETWORK", "AGE", "COMMANDS"]
+    columns = ["CONTEXT", "ID", "STATE", "PROVIDER", "NETWORK", "AGE", "COMMANDS", "CPU", "MEMORY", "PEAK"]
+    assert table[0].split() == columns
     line = next(each for each in table if name in each)
     assert listed[name]["id"] in line
     refused = carrel("rm", name)

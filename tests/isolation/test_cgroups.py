@@ -23,6 +23,7 @@ from carrel.isolation.cgroups import (
     start_time,
     sweep,
 )
+from carrel.primitives.kernel_files import write
 
 V1 = """\
 24 29 0:22 / /sys rw,nosuid - sysfs sysfs rw
@@ -33,7 +34,10 @@ V1 = """\
 """
 V2 = "30 24 0:26 / /sys/fs/cgroup rw,nosuid,nodev,noexec,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
 UNIFIED = "35 30 0:31 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n"
-CPU, MEMORY = Hierarchy("/sys/fs/cgroup/cpu,cpuacct", 1, ("cpu",)), Hierarchy("/sys/fs/cgroup/memory", 1, ("memory",))
+CPU, MEMORY = (
+    Hierarchy("/sys/fs/cgroup/cpu,cpuacct", 1, ("cpu", "cpuacct")),
+    Hierarchy("/sys/fs/cgroup/memory", 1, ("memory",)),
+)
 as_root = pytest.mark.skipif(not ROOT, reason="an ordinary user's own group is used instead of the top")
 
 
@@ -156,3 +160,25 @@ def test_a_process_has_groups_twice() -> None:
         second.remove("later")
     finally:
         second.close()
+
+
+def test_a_group_counts_its_processor_time_and_its_peak() -> None:
+    groups = Cgroups.open()
+    try:
+        if "memory" not in groups.controllers or not groups.controllers & {"cpu", "cpuacct"}:
+            pytest.skip("this host has no groups for this")
+        entry = groups.make("one")
+        program = "x = bytearray(32 << 20)\nimport time\nwhile time.process_time() < 0.2: pass"
+        if entry.into >= 0:
+            worker = subprocess.Popen([sys.executable, "-c", f"input()\n{program}"], stdin=subprocess.PIPE)
+            write("one/cgroup.procs", str(worker.pid), dir_fd=next(iter(groups._directories.values()))[1])
+            worker.communicate(b"\n")
+        else:
+            subprocess.run([sys.executable, "-c", program], preexec_fn=entry.enter, check=True)
+        entry.close()
+        used = groups.usage("one")
+        assert used["cpu_us"] >= 200_000
+        assert "memory_peak_bytes" not in used or used["memory_peak_bytes"] > 32 << 20
+        assert groups.remove("one")
+    finally:
+        groups.close()

@@ -266,3 +266,26 @@ def test_sockets_are_held_by_their_number(tmp_path: Path, monkeypatch: pytest.Mo
         sockstat.write_text(f"sockets: used {number}\nTCP: inuse 0\n")
         enforce_limits([watched], str(tmp_path))
         assert killed == victims
+
+
+def test_the_processor_time_of_ended_processes_stays_counted() -> None:
+    program = """
+import subprocess, sys, time
+work = "import time\\nwhile time.process_time() < 0.3: pass"
+subprocess.run([sys.executable, "-c", work])
+print("done", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "done\n"
+        watched = WatchedSandbox(first.pid, 1000 * MB)
+        enforce_limits([watched])
+        assert watched.cpu_ticks / os.sysconf("SC_CLK_TCK") >= 0.29
+        assert watched.peak == watched.used > 0
+        first.communicate()
+    before = watched.cpu_ticks
+    enforce_limits([watched])
+    assert watched.cpu_ticks == before, "it never shrinks"

@@ -67,7 +67,7 @@ def test_a_damaged_bundle_and_a_killed_build_are_replaced(made, bundles, tmp_pat
 
 def test_another_installation_is_another_bundle(made, bundles, monkeypatch):
     calls = []
-    monkeypatch.setattr(bundle, "_build", lambda directory: calls.append(directory))
+    monkeypatch.setattr(bundle, "_build", lambda directory, remote: calls.append(directory))
     bundle.provide(str(bundles))
     assert not calls
     monkeypatch.setattr(bundle, "FORMAT", bundle.FORMAT + 1)

@@ -48,9 +48,12 @@ async def test_memory_over_the_limit_is_killed_and_counted(mine: House) -> None:
         result = await box.supervisor.run(["python3", "-c", "x = bytearray(200 << 20); print(len(x))"])
         assert result["stdout"] == ""
         assert (await box.supervisor.info(other))["running"]
-        used = await mine.provider.memory_bytes(box.handle)
+        found = (await mine.provider.resources([box.handle]))[str(box.handle["id"])]
+        used = found.memory_bytes
         assert used is not None
         assert 0 < used <= 64 << 20
+        assert found.memory_peak_bytes is not None
+        assert found.memory_peak_bytes >= used
         assert (await box.supervisor.run("echo on"))["stdout"] == "on\n"
         if "memory" in CONTROLLERS:
             assert result["signal"] == "SIGKILL"
@@ -88,7 +91,7 @@ async def test_a_single_file_cannot_outgrow_the_disk_limit(mine: House) -> None:
 async def test_usage_of_an_unknown_sandbox_is_not_known(mine: House) -> None:
     handle = {"provider": "namespace", "id": "nobody", "socket": "/nowhere", "pid": 0, "start_time": 0}
     assert await mine.provider.out_of_memory_kills(handle) == 0
-    assert await mine.provider.memory_bytes(handle) is None
+    assert await mine.provider.resources([handle]) == {}
     assert not await mine.provider.alive(handle)
     await mine.provider.remove(handle)
 

@@ -39,6 +39,7 @@ class Fleet:
             **settings,
         }
         self._processes: dict[str, Forked | subprocess.Popen[bytes]] = {}
+        self._urls: dict[str, str] = {}
 
     def start(self, name: str, *, port: int = 0, **settings: str) -> None:
         """Start a server without waiting for it. A setting that is empty is left out."""
@@ -71,6 +72,12 @@ class Fleet:
 
     def url(self, name: str) -> str:
         return str(self._record(name)["url"])
+
+    def last_url(self, name: str) -> str:
+        """Where a server listens, or did until it ended."""
+        if found := self._record(name):
+            self._urls[name] = str(found["url"])
+        return self._urls[name]
 
     def http(self, name: str, token: str = TOKEN) -> httpx.AsyncClient:
         """A client of one server."""

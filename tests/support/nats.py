@@ -45,6 +45,16 @@ class NatsServer:
                 time.sleep(0.02)
         raise RuntimeError((self.directory / "log").read_text())
 
+    def freeze(self) -> None:
+        """Stop it in such a way that its connections stay open and nobody answers on them."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
     def kill(self) -> None:
         """Kill it as a crash would."""
         if self._process is not None:

@@ -55,6 +55,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         from tests.support.kill_load import Tally
 
         terminalreporter.write_line(str(Tally.sum(kills)))
+    for report in reports.values():
+        for name, value in report.user_properties:
+            if name == "history":
+                terminalreporter.write_line(str(value))
 
 
 def _stop_once(_number: int, _frame: FrameType | None) -> None:

@@ -142,6 +142,8 @@ class _Body:
         return "stream" if self.length is None else f"length {self.length.decode('latin-1')}"
 
 
+_STARTS = frozenset({"http.response.start", "websocket.http.response.start"})
+
 Run = Callable[[Receive, Send], Awaitable[None]]
 """Answers a request on this server."""
 
@@ -218,8 +220,7 @@ class Forwarding:
             return
         body, document = begun
         passed: Pass | None = scope.get(PASS)
-        final = passed is not None or body.more or scope["type"] != "http"
-        asked = self._routing.name
+        asked, again = self._routing.name, False
         for _ in range(TRIES):
             if subject.starts:
                 place = await self._routing.start(document, forwarded=passed is not None)
@@ -228,10 +229,13 @@ class Forwarding:
             if isinstance(place, Here):
                 moves = _Moves(send)
                 with self._routing.starting() if subject.starts else nullcontext():
-                    await run(with_first_message(scope, body.again()), send if final else moves)
-                if not moves.moved:
+                    await run(with_first_message(scope, body.again()), moves if passed is None else send)
+                if moves.owner is None:
                     return
-                final = True  # if it is for this server again, no other can do more
+                asked = moves.owner
+                if again or body.more:
+                    break  # no other server can do more, or a part of the body is gone
+                again = True
             elif passed is not None:  # one hop: the sender finds the owner
                 raise elsewhere(place.node, "it was just forwarded from there" if place.node == passed.sender else "")
             else:
@@ -421,16 +425,18 @@ async def _rest(wire: HttpWire) -> bytes:
 
 
 class _Moves:
-    """A `send` that holds an answer `runs_elsewhere` back: another server will answer."""
+    """A `send` that holds an answer `runs_elsewhere` back: it is for servers, and callers never see it."""
 
     def __init__(self, send: Send):
         self._send = send
-        self.moved = False
+        self.owner: str | None = None
+        """The server that the answer names."""
 
     async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.start" and message["status"] == 409:
-            self.moved = any(name == MOVED_HEADER.encode() for name, _ in message.get("headers", ()))
-        if not self.moved:
+        if message["type"] in _STARTS and message["status"] == 409:
+            found = [value for name, value in message.get("headers", ()) if name == MOVED_HEADER.encode()]
+            self.owner = found[0].decode("latin-1") if found else None
+        if self.owner is None:
             await self._send(message)
 
 

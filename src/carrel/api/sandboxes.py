@@ -76,13 +76,17 @@ async def list_sandboxes(
     page = await plane.sessions.page(limit=limit, cursor=cursor, states=states, context_id=context_id)
     page.items = [info for info in page.items if caller.identity.reaches(info.context_id)]
     await plane.retention.mark_kept(page.items)
+    await plane.resources.fill(page.items)
     return as_json(page)
 
 
 @router.operation(GET_SANDBOX, "One sandbox", SandboxInfo, 404)
 async def get_sandbox(request: Request) -> Response:
     """By its id or its context id."""
-    return as_json(await plane_of(request).sessions.get(request.path_params["id"]))
+    plane = plane_of(request)
+    info = await plane.sessions.get(request.path_params["id"])
+    await plane.resources.fill([info])
+    return as_json(info)
 
 
 @router.operation(GET_USAGE, "Size of a workspace", WorkspaceUsage, 404, 409)

@@ -72,15 +72,27 @@ def _show(found: Sequence[tuple[SandboxInfo, int | None]], *, files: bool = Fals
                 info.network.value,
                 age(info.created_at),
                 commands,
+                *_resources(info),
             ]
         )
         if files:
             rows[-1].append({True: "kept", False: "-", None: "yes" if info.context_id else "-"}[info.files_kept])
     more = ["FILES"] if files else []
-    print_table(["CONTEXT", "ID", "STATE", "PROVIDER", "NETWORK", "AGE", "COMMANDS", *more], rows)
+    used = ["COMMANDS", "CPU", "MEMORY", "PEAK"]
+    print_table(["CONTEXT", "ID", "STATE", "PROVIDER", "NETWORK", "AGE", *used, *more], rows)
     for info, _ in found:
         if info.notice is not None:
             note(f"{plain(info.context_id or info.id)}: {plain(info.notice)}")
+
+
+def _resources(info: SandboxInfo) -> list[str]:
+    """Return the seconds of processor time, and the memory now and at its peak."""
+    used = info.resources
+    if used is None:
+        return ["-", "-", "-"]
+    cpu = "-" if used.cpu_seconds is None else f"{used.cpu_seconds:.1f}s"
+    memory = ["-" if each is None else size(each) for each in (used.memory_bytes, used.memory_peak_bytes)]
+    return [cpu, *memory]
 
 
 async def _sandboxes(*, all_states: bool) -> list[tuple[SandboxInfo, int | None]]:

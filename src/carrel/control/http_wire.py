@@ -194,8 +194,12 @@ class HttpWire(asyncio.Protocol):
                 timer.cancel()
 
     def duplicate(self) -> int:
-        """Return a second descriptor of the socket, for `finish`; the caller closes it."""
+        """Return a second descriptor of the socket, for `finish`; the caller closes it. -1 where it would be of no use:
+        TLS has read what is in the socket.
+        """
         assert self.transport is not None
+        if self.transport.get_extra_info("ssl_object") is not None:
+            return -1
         return os.dup(self.transport.get_extra_info("socket").fileno())
 
     def _rescue(self, spare: int) -> None:
@@ -258,7 +262,9 @@ class HttpWire(asyncio.Protocol):
         """Return the connection to the pool if the exchange ended well, else close it."""
         self._busy = False
         self._parser = None
-        if self.complete and self.failure is None and not self.closed and not self._paused and self._can_write:
+        usable = self.complete and self.failure is None and not self.closed and not self._paused and self._can_write
+        # One with TLS takes a moment to close.
+        if usable and self.transport is not None and not self.transport.is_closing():
             self._owner.keep(self)
         elif self.transport is not None:
             self.transport.abort()

@@ -67,6 +67,7 @@ from carrel.control.sessions.owners import WorkspaceOwner
 from carrel.control.sessions.pools import Pools
 from carrel.control.sessions.protected_folders import ProtectedFolders
 from carrel.control.sessions.recovery import Recovered, recover
+from carrel.control.sessions.resources import Resources
 from carrel.control.sessions.retention import WorkspaceRetention
 from carrel.control.sessions.sessions import Sessions
 from carrel.control.sessions.slot_sizes import PoolSizes
@@ -166,7 +167,7 @@ class ControlPlane:
             keep_bytes=settings.events.keep_mb * MB,
         )
         self._bus = _bus(settings, events, event_store, node)
-        self._command_ends = ends = CommandEnds(events, audit)
+        self._command_ends = ends = CommandEnds(events, audit, metrics)
         self._connection_events = connection_events = ConnectionEvents(events)
         self.requests = OpenRequests()
         self.tokens = Tokens(TokenStore(database), token, self.requests.revoked)
@@ -193,6 +194,7 @@ class ControlPlane:
         self.policies = policies = Policies(PolicyStore(database), policy, templates)
         self.secret_values = values = SecretValues(vault, SecretStore(database), live, templates)
         self._webhook = _webhook(settings.approvals)
+        self.resources = Resources(live, metrics, most=settings.metrics.sandboxes)
         self._approval_store = ApprovalStore(database)
         self.approvals = approvals = Approvals(
             self._approval_store,

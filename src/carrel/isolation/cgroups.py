@@ -1,4 +1,4 @@
-"""Memory and CPU limits by cgroup: version 2, version 1 where that is what the host has, or none.
+"""Memory and CPU limits by cgroup, and what they count: version 2, version 1 where that is what the host has, or none.
 
 A `Cgroups` owns one directory per hierarchy, named after the process that created it, with one group per sandbox below.
 It keeps directory descriptors, so it works after its owner has left the host's file system. It creates and removes
@@ -20,6 +20,12 @@ from carrel.primitives.kernel_files import read, write
 _OWN = re.compile(r"^carrel-(\d+)-(\d+)(?:-\d+)?$")
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # how mountinfo writes white space and backslashes
 PERIOD_US = 100_000
+_CONTROLLERS = ("memory", "cpu", "cpuacct")
+"""Those of version 1 that we need; `cpuacct` counts and limits nothing."""
+_MEMORY_FILES = {
+    1: {"memory_bytes": "memory.usage_in_bytes", "memory_peak_bytes": "memory.max_usage_in_bytes"},
+    2: {"memory_bytes": "memory.current", "memory_peak_bytes": "memory.peak"},
+}
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ def hierarchies(mountinfo: str, own: str) -> list[Hierarchy]:
         if kind[0] == "cgroup2":
             found.append(Hierarchy(_nearest_writable(point, own_v2), 2, ("memory", "cpu")))
         elif kind[0] == "cgroup":
-            controllers = tuple(name for name in ("memory", "cpu") if name in kind[2].split(","))
+            controllers = tuple(name for name in _CONTROLLERS if name in kind[2].split(","))
             if controllers:
                 found.append(Hierarchy(point, 1, controllers))
     return found
@@ -138,7 +144,7 @@ class Cgroups:
 
     @property
     def controllers(self) -> frozenset[str]:
-        """The usable controllers: `memory`, `cpu` or both."""
+        """The usable controllers: `memory`, `cpu`, and with version 1 `cpuacct`."""
         return frozenset(self._directories)
 
     @property
@@ -226,11 +232,14 @@ class Cgroups:
         return gone
 
     def usage(self, group: str) -> dict[str, int]:
-        """Return `memory_bytes` and `oom_kills` of a sandbox, as far as they are known."""
-        if "memory" not in self._directories:
-            return {}
-        version, directory = self._directories["memory"]
-        return group_usage(version, group, directory)
+        """Return what a sandbox uses, as `group_usage` does."""
+        answer: dict[str, int] = {}
+        for controller, (version, directory) in self._directories.items():
+            if controller == "memory":
+                answer |= _memory_usage(version, group, directory)
+            elif controller == "cpuacct" or version == 2:
+                answer |= _cpu_usage(version, group, directory)
+        return answer
 
     def close(self) -> None:
         """Remove our own directories. Those with living groups stay until the next sweep."""
@@ -247,36 +256,53 @@ class Cgroups:
 
 
 def usage_of(pid: int) -> dict[str, int]:
-    """Return `memory_bytes` and `oom_kills` of the group that a process is in, as far as they are known."""
+    """Return what the group that a process is in uses, as `group_usage` does."""
     try:
         with open(f"/proc/{pid}/cgroup", encoding="utf-8") as file:
             lines = [line.rstrip("\n").split(":", 2) for line in file]
     except OSError:
         return {}
     places = {name: place for _, names, place in lines for name in names.split(",")}  # version 2 has no name
+    answer: dict[str, int] = {}
     for hierarchy in of_this_process():
-        place = places.get("memory" if hierarchy.version == 1 else "")
-        has = "memory" in hierarchy.controllers and place is not None
-        if has and (found := group_usage(hierarchy.version, f"{hierarchy.path}{place}")):
-            return found
-    return {}
+        place = places.get(hierarchy.controllers[0] if hierarchy.version == 1 else "")
+        if place is not None:
+            answer |= group_usage(hierarchy.version, f"{hierarchy.path}{place}")
+    return answer
 
 
 def group_usage(version: int, group: str, dir_fd: int | None = None) -> dict[str, int]:
-    """Return `memory_bytes` and `oom_kills` of a group, as far as they are known."""
-    current, events = (
-        ("memory.current", "memory.events") if version == 2 else ("memory.usage_in_bytes", "memory.oom_control")
-    )
-    answer: dict[str, int] = {}
+    """Return `memory_bytes`, `memory_peak_bytes`, `oom_kills` and `cpu_us` of a group in one hierarchy, as far as they
+    are known there: older kernels of version 2 know no peak.
+    """
+    return _memory_usage(version, group, dir_fd) | _cpu_usage(version, group, dir_fd)
+
+
+def _memory_usage(version: int, group: str, dir_fd: int | None) -> dict[str, int]:
+    found = {key: _number(f"{group}/{name}", dir_fd) for key, name in _MEMORY_FILES[version].items()}
+    events = "memory.events" if version == 2 else "memory.oom_control"
+    found["oom_kills"] = _number(f"{group}/{events}", dir_fd, "oom_kill")
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _cpu_usage(version: int, group: str, dir_fd: int | None) -> dict[str, int]:
+    if version == 2:
+        used = _number(f"{group}/cpu.stat", dir_fd, "usage_usec")
+    else:
+        nanoseconds = _number(f"{group}/cpuacct.usage", dir_fd)
+        used = None if nanoseconds is None else nanoseconds // 1000
+    return {} if used is None else {"cpu_us": used}
+
+
+def _number(path: str, dir_fd: int | None, entry: str = "") -> int | None:
+    """Return the number in a file, or that of one of its lines; None if it is not there."""
     try:
-        answer["memory_bytes"] = int(read(f"{group}/{current}", dir_fd=dir_fd))
-        for line in read(f"{group}/{events}", dir_fd=dir_fd).decode().splitlines():
-            key, _, value = line.partition(" ")
-            if key == "oom_kill":
-                answer["oom_kills"] = int(value)
-    except (OSError, ValueError):
-        pass
-    return answer
+        text = read(path, dir_fd=dir_fd).decode()
+        if entry:
+            text = next(line for line in text.splitlines() if line.startswith(f"{entry} ")).partition(" ")[2]
+        return int(text)
+    except (OSError, ValueError, StopIteration):
+        return None
 
 
 def start_time(pid: int, proc: str = "/proc") -> int:

@@ -61,6 +61,8 @@ class WatchedSandbox:
     limit: int
     kills: int = 0
     used: int = 0
+    peak: int = 0
+    cpu_ticks: int = 0
     own_network: bool = False
     segments: int = -1
     mounts: Sequence[int] = ()
@@ -88,13 +90,17 @@ def enforce_limits(watched: Sequence[WatchedSandbox], proc: str = "/proc") -> bo
     whether a new count is needed.
     """
     wanted = False
-    children = children_by_parent(proc)
+    children, ticks = _scan(proc)
     for sandbox in watched:
-        sizes = {pid: _private_bytes(proc, pid) for pid in below(sandbox.pid, children)}
+        members = below(sandbox.pid, children)
+        # A process that has ended counts in its parent. In between it counts in none of the two, hence the maximum.
+        sandbox.cpu_ticks = max(sandbox.cpu_ticks, sum(ticks.get(pid, 0) for pid in members))
+        sizes = {pid: _private_bytes(proc, pid) for pid in members}
         sizes = {pid: size for pid, size in sizes.items() if size}  # an ended process has no memory
         shared = sandbox.shared
         own = sum(sizes.values()) + _mounted(sandbox.mounts) + _segments(sandbox.segments)
         sandbox.used = own + sum(shared.files(sizes).values())
+        sandbox.peak = max(sandbox.peak, sandbox.used)
         fresh, sandbox.fresh = sandbox.fresh, False
         sizes.pop(sandbox.pid, None)
         if sandbox.patience and _lives(proc, sandbox.victim):  # it is freeing its memory; kill no other meanwhile
@@ -319,13 +325,20 @@ def _held_mapped(path: str, device: int, found: dict[int, int]) -> bool:
 
 
 def children_by_parent(proc: str = "/proc") -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    return _scan(proc)[0]
+
+
+def _scan(proc: str) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """Return the children of each process, and the processor time that each and its ended children used, in ticks."""
+    children: dict[int, list[int]] = {}
+    ticks: dict[int, int] = {}
     for name in os.listdir(proc):
         if name.isdigit():
             fields = stat_fields(f"{proc}/{name}")
             if len(fields) > 1:
-                found.setdefault(int(fields[1]), []).append(int(name))
-    return found
+                children.setdefault(int(fields[1]), []).append(int(name))
+                ticks[int(name)] = sum(map(int, fields[11:15]))
+    return children, ticks
 
 
 def below(first: int, children: Mapping[int, Sequence[int]]) -> list[int]:

@@ -35,6 +35,7 @@ LONG_S = 3600.0
 LINGER_S = 30.0
 RETRY_S = 0.002
 SETUP_DEADLINE_S = 30.0
+_TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
 NETWORKS = frozenset({"none", "allowlist", "bridge", "host"})
 
 
@@ -248,11 +249,10 @@ class Zygote:
                     self._end_below(int(body["pid"]))
                 self._answer(connection, seq)
             elif op == "usage":
-                named = self._named.get(body["id"])
-                usage: dict[str, Any] = self._forker.cgroups.usage(named.group) if named else {}
-                if named and named.watched:
-                    usage = {"memory_bytes": named.watched.used, "oom_kills": named.watched.kills}
-                self._answer(connection, seq, known=named is not None, **usage)
+                usage: dict[str, Any] = {**self._usage(body["id"])}
+                self._answer(connection, seq, known=body["id"] in self._named, **usage)
+            elif op == "usages":
+                self._answer(connection, seq, usages={name: self._usage(name) for name in body["ids"]})
             elif op == "held":
                 self._look_for_held(connection, seq, self._named.get(body["id"]))
             elif op == "protect":
@@ -382,6 +382,21 @@ class Zygote:
         except ProcessLookupError:
             return
         self._supervisor.end_below(pid)
+
+    def _usage(self, name: str) -> dict[str, int]:
+        """Return what a sandbox uses, as `cgroups.group_usage` does, as far as it is known."""
+        child = self._named.get(name)
+        if child is None:
+            return {}
+        found = self._forker.cgroups.usage(child.group)
+        if child.watched:
+            found |= {
+                "memory_bytes": child.watched.used,
+                "memory_peak_bytes": child.watched.peak,
+                "oom_kills": child.watched.kills,
+            }
+            found.setdefault("cpu_us", child.watched.cpu_ticks * 1_000_000 // _TICKS_A_SECOND)
+        return found
 
     def _look_for_held(self, connection: socket.socket, seq: int, child: Child | None) -> None:
         """Answer in a fork: with very many open files the measurement can take a minute."""

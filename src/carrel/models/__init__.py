@@ -130,6 +130,7 @@ from carrel.models.python import StatelessResult as StatelessResult
 from carrel.models.sandboxes import HostPath as HostPath
 from carrel.models.sandboxes import Limits as Limits
 from carrel.models.sandboxes import Network as Network
+from carrel.models.sandboxes import ResourceUsage as ResourceUsage
 from carrel.models.sandboxes import SandboxInfo as SandboxInfo
 from carrel.models.sandboxes import SandboxPage as SandboxPage
 from carrel.models.sandboxes import SandboxRequest as SandboxRequest

@@ -120,6 +120,14 @@ class SandboxRequest(Request):
     )
 
 
+class ResourceUsage(Answer):
+    """What a running sandbox uses, measured from outside; null: unknown."""
+
+    cpu_seconds: float | None = Field(default=None, description="processor time since it started")
+    memory_bytes: int | None = Field(default=None, description="memory now, as its limit counts it")
+    memory_peak_bytes: int | None = Field(default=None, description="the most memory since it started")
+
+
 class SandboxInfo(Answer):
     """A session and its sandbox."""
 
@@ -164,6 +172,11 @@ class SandboxInfo(Answer):
     )
     ends_at: datetime | None = Field(
         default=None, description="when the lifetime of the running sandbox is over; null: it has no lifetime"
+    )
+    resources: ResourceUsage | None = Field(
+        default=None,
+        description="what the running sandbox uses, a few seconds old; null in the answers to changes, for sandboxes "
+        "of other servers, and beyond `metrics.sandboxes`",
     )
     files_kept: bool | None = Field(
         default=None, description="only in a list of terminated sessions: whether the files are still on this server"

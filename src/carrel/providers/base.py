@@ -15,6 +15,7 @@ from carrel.errors import Unsupported
 from carrel.isolation.masks import Masks
 from carrel.models import Network, ProviderStatus
 from carrel.primitives.trees import Identity
+from carrel.providers.links import SupervisorLink, UnixLink
 
 Handle = dict[str, str | int | float | bool | None]
 """Identifies a sandbox: a flat JSON object, which always has `provider`, `id` and `socket`."""
@@ -87,6 +88,21 @@ class RootImage:
     working_directory: str = ""
     user: str = ""
     writable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceUse:
+    """The processor time of a sandbox since it started, and its memory now and at its peak. None: unknown."""
+
+    cpu_s: float | None = None
+    memory_bytes: int | None = None
+    memory_peak_bytes: int | None = None
+
+    @classmethod
+    def counted(cls, found: Mapping[str, int]) -> ResourceUse:
+        """Make it from what `cgroups.group_usage` returns."""
+        cpu_us = found.get("cpu_us")
+        return cls(None if cpu_us is None else cpu_us / 1e6, found.get("memory_bytes"), found.get("memory_peak_bytes"))
 
 
 @dataclass(frozen=True)
@@ -162,6 +178,12 @@ class Provider(ABC):
         """
         raise Unsupported(f"provider '{self.name}' has no slots", hint="choose another provider")
 
+    def link(self, handle: Handle) -> SupervisorLink:
+        """Return how the supervisor of a sandbox is reached: at a Unix socket, unless the provider says otherwise.
+        Raises `PlatformError`.
+        """
+        return UnixLink(str(handle["socket"]))
+
     @abstractmethod
     async def alive(self, handle: Handle) -> bool:
         """Return whether the sandbox of this handle still runs, also after a restart of the control plane."""
@@ -185,9 +207,9 @@ class Provider(ABC):
         """Return the disk space of deleted workspace files that are still open in the sandbox; 0 when unknown."""
         return 0
 
-    async def memory_bytes(self, handle: Handle) -> int | None:
-        """Return the memory that the sandbox uses now; None when unknown."""
-        return None
+    async def resources(self, handles: Sequence[Handle]) -> Mapping[str, ResourceUse]:
+        """Return what sandboxes use, by the ids of their handles, without those of which nothing is known."""
+        return {}
 
     async def way_out(self, handle: Handle) -> int | None:
         """Return the egress socket: the listening socket for the sandbox's outbound connections; None without one.

@@ -90,6 +90,13 @@ def command(report: str) -> list[str]:
     return [*_run("carrel.supervisor.program"), report]
 
 
+def remote_command(host: str, port: int, credentials: str) -> list[str]:
+    """Return the command of PID 1 in a sandbox on another machine that has the bundle for remote supervisors. See
+    `carrel.supervisor.remote` for the arguments.
+    """
+    return [*_run("carrel.supervisor.remote"), host, str(port), credentials]
+
+
 def machine_command(arguments: Sequence[str]) -> list[str]:
     """Return the command of PID 1 of a virtual machine, whose first file system has the bundle."""
     return [*_run("carrel.isolation.machine.guest"), *arguments]
@@ -107,8 +114,9 @@ def bundles_of(data_dir: str) -> str:
     return os.path.join(data_dir, "bundles")
 
 
-def provide(directory: str) -> SupervisorBundle:
-    """Return the bundle of this installation from a directory of bundles, and make it if it is not there.
+def provide(directory: str, *, remote: bool = False) -> SupervisorBundle:
+    """Return the bundle of this installation from a directory of bundles, and make it if it is not there. One for
+    `remote` supervisors has TLS too.
 
     Several processes may do this at once: one makes it, the others wait for it. Raises `PlatformError`.
     """
@@ -119,12 +127,12 @@ def provide(directory: str) -> SupervisorBundle:
                 place = os.path.join(directory, name)
                 if name.startswith(_DRAFT):  # of a process that was killed
                     remove_tree(place)
-                elif name != _LOCK and _is_current(place):
+                elif name != _LOCK and _is_current(place, remote):
                     digest, size, files = _measure(os.path.join(place, _ROOT))
                     if digest == name:
                         return SupervisorBundle(os.path.join(place, _ROOT), digest, size, files)
                     remove_tree(place)
-            return _build(directory)
+            return _build(directory, remote)
     except OSError as error:
         raise PlatformError(f"the supervisor's bundle cannot be made in {directory}: {error}") from error
 
@@ -139,12 +147,12 @@ def _locked(directory: str) -> Iterator[None]:
         os.close(lock)
 
 
-def _build(directory: str) -> SupervisorBundle:
+def _build(directory: str, remote: bool) -> SupervisorBundle:
     draft = os.path.join(directory, f"{_DRAFT}{secrets.token_hex(8)}")
     root = os.path.join(draft, _ROOT)
     os.makedirs(root)
     try:
-        parts = _make_parts(root)
+        parts = _make_parts(root, remote)
         _copy(parts.interpreter, f"{root}/{_INTERPRETER}")
         for name, path in parts.libraries.items():
             _copy(path, f"{root}/{_LIBRARIES}/{name}")
@@ -154,7 +162,7 @@ def _build(directory: str) -> SupervisorBundle:
         rootfs.apply_plan(_PLAN, root)
         _make_read_only(root)
         digest, size, files = _measure(root)
-        made_from = {"format": _format(), "files": [_source(path) for path in parts.paths]}
+        made_from = {"format": _format(remote), "files": [_source(path) for path in parts.paths]}
         write_file(os.path.join(draft, _SOURCES), json.dumps(made_from).encode())
         place = os.path.join(directory, digest)
         remove_tree(place)  # it was made from the same files, which have other times now
@@ -165,10 +173,10 @@ def _build(directory: str) -> SupervisorBundle:
     return SupervisorBundle(os.path.join(place, _ROOT), digest, size, files)
 
 
-def _make_parts(root: str) -> BundleParts:
+def _make_parts(root: str, remote: bool) -> BundleParts:
     """Run the program that compiles the modules into the bundle and finds what else it needs."""
     interpreter = os.path.realpath(sys.executable)
-    arguments = [interpreter, "-I", "-S", str(_PROGRAM), root, BUNDLE, *_search()]
+    arguments = [interpreter, "-I", "-S", str(_PROGRAM), "remote" if remote else "local", root, BUNDLE, *_search()]
     environment = {"PATH": os.defpath, "LANG": "C.UTF-8"}
     try:
         done = subprocess.run(arguments, capture_output=True, env=environment, cwd="/", timeout=DEADLINE_S, check=True)
@@ -245,11 +253,11 @@ def _measure(root: str) -> tuple[str, int, int]:
     return whole.hexdigest(), size, count
 
 
-def _is_current(place: str) -> bool:
+def _is_current(place: str, remote: bool) -> bool:
     """Whether a bundle was made from the files that this installation has now."""
     try:
         made_from = json.loads(Path(place, _SOURCES).read_bytes())
-        if made_from["format"] != _format():
+        if made_from["format"] != _format(remote):
             return False
         return all(_source(path) == (path, size, changed) for path, size, changed in made_from["files"])
     except (OSError, ValueError, TypeError, KeyError):
@@ -261,7 +269,7 @@ def _source(path: str) -> Source:
     return path, status.st_size, status.st_mtime_ns
 
 
-def _format() -> str:
+def _format(remote: bool) -> str:
     """Return a hash of what a bundle depends on besides the files that it lists."""
-    facts = (FORMAT, os.path.realpath(sys.executable), _search(), repr(_PLAN), _PROGRAM.read_bytes())
+    facts = (FORMAT, remote, os.path.realpath(sys.executable), _search(), repr(_PLAN), _PROGRAM.read_bytes())
     return hashlib.sha256(repr(facts).encode()).hexdigest()

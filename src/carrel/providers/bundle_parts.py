@@ -20,8 +20,10 @@ from importlib.machinery import EXTENSION_SUFFIXES, BuiltinImporter, FrozenImpor
 from types import ModuleType
 from typing import cast
 
-UNUSED = ("ssl", "bz2", "lzma", "_bz2", "_lzma")
+UNUSED = ("bz2", "lzma", "_bz2", "_lzma")
 """Modules that others import if they are there. The supervisor does not need them, and their libraries are large."""
+TLS = ("ssl",)
+"""The same, but a supervisor on another machine needs them."""
 APART = ("encodings", "__future__")
 """Modules and packages that the interpreter needs before it can import others: each has a file of its own."""
 ARCHIVE = "modules"
@@ -32,17 +34,18 @@ _WITHOUT_REFERENCES = 2
 _LOADER = re.compile(r"ld-[^/]*\.so(\.\d+)*")
 
 
-def main(output: str, place: str, *search: str) -> None:
+def main(kind: str, output: str, place: str, *search: str) -> None:
     """Write the compiled modules to the directory `output`, as they will be at `place`; print the other parts as JSON.
 
-    `search` are the directories of carrel and of the packages that the supervisor needs.
+    `kind` is `local`, or `remote` for supervisors that are reached over a network. `search` are the directories of
+    carrel and of the packages that the supervisor needs.
     """
     sys.dont_write_bytecode = True
-    for name in UNUSED:
+    for name in UNUSED if kind == "remote" else (*UNUSED, *TLS):
         sys.modules[name] = cast(ModuleType, None)
     sys.path += search
     importlib.import_module("carrel.supervisor.program")
-    importlib.import_module("carrel.isolation.machine.guest")
+    importlib.import_module("carrel.supervisor.remote" if kind == "remote" else "carrel.isolation.machine.guest")
     importlib.import_module("carrel.supervisor.app").warm()
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     library = f"{sys.platlibdir}/{version}"

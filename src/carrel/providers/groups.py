@@ -10,13 +10,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from carrel.errors import PlatformError
 from carrel.isolation import cgroups
 from carrel.isolation.cgroups import Cgroups
 from carrel.primitives.kernel_files import read_if_there
+from carrel.providers.base import ResourceUse
 
 _DEADLINE_S = 30.0
 
@@ -88,8 +89,14 @@ def processes(group: str) -> list[int]:
 
 
 def usage(id: str) -> dict[str, int]:
-    """Return `memory_bytes` and `oom_kills` of a sandbox, as far as they are known."""
+    """Return what a sandbox uses, as `cgroups.group_usage` does."""
+    found: dict[str, int] = {}
     for group, version in find(id):
-        if found := cgroups.group_usage(version, group):
-            return found
-    return {}
+        found |= cgroups.group_usage(version, group)
+    return found
+
+
+def resources(ids: Iterable[str]) -> dict[str, ResourceUse]:
+    """Return what sandboxes use, by id, without those of which nothing is known."""
+    found = {id: usage(id) for id in ids}
+    return {id: ResourceUse.counted(used) for id, used in found.items() if used}

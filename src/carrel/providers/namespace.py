@@ -12,7 +12,7 @@ from carrel.isolation import probe
 from carrel.isolation.inside import ENVIRONMENTS
 from carrel.models import Network
 from carrel.primitives.channel import close_all
-from carrel.providers.base import Capability, Handle, Launch
+from carrel.providers.base import Capability, Handle, Launch, ResourceUse
 from carrel.providers.bridge import RESOLVER, Bridges
 from carrel.providers.zygote_provider import ZygoteProvider
 from carrel.providers.zygotes import ZygoteClient
@@ -20,6 +20,8 @@ from carrel.providers.zygotes import ZygoteClient
 MAX_RESOLVER = 16 * 1024
 PATHS_IN_A_REQUEST = 40
 """A message to the zygote holds 256 KiB, a path has at most 4 KiB."""
+SANDBOXES_IN_A_REQUEST = 20
+"""Their resources are read while other requests wait: about 1 ms."""
 
 
 class NamespaceProvider(ZygoteProvider):
@@ -126,9 +128,12 @@ class NamespaceProvider(ZygoteProvider):
             if not answer.get("known"):
                 raise PlatformError("protected paths that were replaced cannot be made read-only again")
 
-    async def memory_bytes(self, handle: Handle) -> int | None:
-        used = (await self._zygote.known("usage", id=handle["id"])).get("memory_bytes")
-        return int(used) if used is not None else None
+    async def resources(self, handles: Sequence[Handle]) -> Mapping[str, ResourceUse]:
+        found: dict[str, dict[str, int]] = {}
+        for start in range(0, len(handles), SANDBOXES_IN_A_REQUEST):
+            ids = [str(handle["id"]) for handle in handles[start : start + SANDBOXES_IN_A_REQUEST]]
+            found |= (await self._zygote.known("usages", ids=ids)).get("usages", {})
+        return {id: ResourceUse.counted(used) for id, used in found.items() if used}
 
 
 def _resolver_of_the_host() -> str:

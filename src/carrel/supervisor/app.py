@@ -15,6 +15,7 @@ import re
 import socket
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from carrel.errors import InvalidRequest, Unsupported
@@ -402,18 +403,30 @@ def _rehearse(loop: asyncio.AbstractEventLoop, router: HttpRouter) -> None:
 def main(facts: SandboxFacts, prepared: object) -> None:
     """Serve the sandbox until it is killed."""
     assert isinstance(prepared, Prepared)
-    serve(facts, prepared, set())
+    serve(facts, prepared, on_unix_socket(set()))
     prepared.loop.run_forever()
 
 
-def serve(facts: SandboxFacts, prepared: Prepared, connections: set[asyncio.Task[None]]) -> None:
+Accept = Callable[[socket.socket, HttpRouter], Awaitable[None]]
+"""Begins to accept connections on a listener."""
+
+
+def on_unix_socket(connections: set[asyncio.Task[None]]) -> Accept:
+    """Accept connections of the server on this machine: whoever can reach the socket is it."""
+
+    async def accept(listener: socket.socket, router: HttpRouter) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_server(lambda: HttpConnection(router, connections), sock=listener)
+
+    return accept
+
+
+def serve(facts: SandboxFacts, prepared: Prepared, accept: Accept) -> None:
     """Take charge of the sandbox and accept connections. They are answered while the loop runs."""
     loop, supervisor = prepared.loop, prepared.supervisor
     supervisor.configure(loop, facts)
     facts.listener.setblocking(False)
-    loop.run_until_complete(
-        loop.create_unix_server(lambda: HttpConnection(supervisor.router, connections), sock=facts.listener)
-    )
+    loop.run_until_complete(accept(facts.listener, supervisor.router))
     if facts.refusing is not None:
         loop.run_until_complete(refuse_all(facts.refusing))
 
@@ -457,7 +470,7 @@ def _rehearse_all(exchange: _Exchange) -> None:
         connections: set[asyncio.Task[None]] = set()
         try:
             take_over(prepared, rehearse=True)
-            serve(facts, prepared, connections)
+            serve(facts, prepared, on_unix_socket(connections))
             prepared.loop.run_until_complete(_converse(f"{folder}/listener", exchange, connections))
             prepared.supervisor.close()
         finally:

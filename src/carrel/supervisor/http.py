@@ -320,7 +320,7 @@ class HttpConnection(asyncio.Protocol):
                     response.headers += ((b"connection", b"close"),)
                 await self._send(response)
                 if not request._complete:  # an unread body cannot be distinguished from the next request
-                    self._close()
+                    self._end_unread()
                     return
                 self._buffered -= sum(map(len, request._chunks))
                 request._chunks.clear()
@@ -371,6 +371,10 @@ class HttpConnection(asyncio.Protocol):
             head = b"HTTP/1.1 %d Problem\r\ncontent-type: application/problem+json\r\n" % response.status
             self._transport.write(head + b"content-length: %d\r\nconnection: close\r\n\r\n" % len(response.body))
             self._transport.write(response.body)
+        self._end_unread()
+
+    def _end_unread(self) -> None:
+        """Close after an answer to a request that was not read to its end."""
         self._close()
 
     def _close(self) -> None:

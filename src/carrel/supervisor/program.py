@@ -17,7 +17,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,10 +56,10 @@ class ProgramImage:
 class ProgramFacts:
     """The facts about a sandbox, as the server sends them.
 
-    `socket` is where to listen for the server. `secrets` is a directory that the agent sees elsewhere and cannot
-    change; empty where there is none. `network` is `none`, `allowlist` or `direct`. With an allow list, `egress` is the
-    socket behind the port of the proxy. `limits` are resource limits by their names; `seccomp` is a filter of system
-    calls in base64, besides that of the runtime.
+    `socket` is where to listen for the server; empty where that is known already. `secrets` is a directory that the
+    agent sees elsewhere and cannot change; empty where there is none. `network` is `none`, `allowlist` or `direct`.
+    With an allow list, `egress` is the socket behind the port of the proxy. `limits` are resource limits by their
+    names; `seccomp` is a filter of system calls in base64, besides that of the runtime.
     """
 
     socket: str
@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> None:
         facts = receive_facts(server)
         if facts is None:
             os._exit(0)
-        _take_charge(facts, prepared)
+        take_charge(facts, prepared, lambda: _listen(facts.socket), app.on_unix_socket(set()))
         server.sendall(READY)
         server.close()
         prepared.loop.run_forever()
@@ -143,14 +143,16 @@ def main(arguments: list[str]) -> None:
         os._exit(1)
 
 
-def _take_charge(facts: ProgramFacts, prepared: app.Prepared) -> None:
-    """Become the agent, and accept connections."""
+def take_charge(
+    facts: ProgramFacts, prepared: app.Prepared, listen: Callable[[], socket.socket], accept: app.Accept
+) -> None:
+    """Become the agent, and accept connections. `listen` is called for as long as this is root."""
     if facts.late:
         take_workspace(facts)
     for path, text in facts.kernel_files.items():
         write(path, text)
     os.umask(0o077)
-    listener = _listen(facts.socket)
+    listener = listen()
     secrets = os.open(facts.secrets, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC) if facts.secrets else -1
     port = None if facts.network == "direct" else _listen_locally(facts.proxy_port)
     if os.getpid() == 1:
@@ -178,7 +180,7 @@ def _take_charge(facts: ProgramFacts, prepared: app.Prepared) -> None:
         None if facts.image is None else ProgramImage(**facts.image),
     )
     libc.hide_arguments()
-    app.serve(details, prepared, set())
+    app.serve(details, prepared, accept)
 
 
 def take_workspace(facts: ProgramFacts) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from carrel.control.supervisor.connection import SupervisorConnection
 from carrel.models import CommandInfo, CommandResult, Network
 from carrel.providers.base import NETWORK_CAPABILITY, Handle, Launch, Provider, RootImage
+from carrel.providers.links import SupervisorLink, UnixLink
 
 MakeProvider = Callable[[], Provider]
 MakeWorkspace = Callable[[str], str]
@@ -23,10 +24,11 @@ SANDBOX_OWNER = 1000
 class Running:
     """A started sandbox and the connection to its supervisor."""
 
-    def __init__(self, handle: Handle, workspace: str):
+    def __init__(self, handle: Handle, workspace: str, link: SupervisorLink | None = None):
+        """`link` is that of the provider; by default the handle's Unix socket."""
         self.handle = handle
         self.workspace = workspace
-        self.connection = SupervisorConnection(str(handle["socket"]))
+        self.connection = SupervisorConnection(link or UnixLink(str(handle["socket"])))
 
     async def run(self, command: str | list[str], *, timeout: float = 20, **fields: Any) -> CommandResult:
         body = {"command": command, "timeout": timeout, "output_limit": 1024 * 1024, **fields}
@@ -88,7 +90,7 @@ class Harness:
         launch = self.launch(workspace, env=dict(env or {}), **terms)
         handle = await self.provider.start(launch)
         try:
-            running = Running(handle, launch.workspace)
+            running = Running(handle, launch.workspace, self.provider.link(handle))
             try:
                 yield running
             finally:

@@ -374,6 +374,26 @@ async def memory_is_limited(harness: Harness) -> None:
         _said(await box.run("echo fine"), "fine\n")
 
 
+@check()
+async def resources_are_counted(harness: Harness) -> None:
+    """If the provider says what a sandbox uses, work adds to its processor time, and memory to its peak."""
+    async with harness.sandbox(memory_mb=256) as box:
+        handles, id = [box.handle], str(box.handle["id"])
+        before = (await harness.provider.resources(handles)).get(id)
+        if before is None:
+            return
+        await box.run(["python3", "-c", "import time\nx = bytearray(64 << 20)\nwhile time.process_time() < 0.5: pass"])
+
+        async def told() -> bool:
+            used = (await harness.provider.resources(handles))[id]
+            assert used.memory_bytes is None or used.memory_bytes <= (used.memory_peak_bytes or used.memory_bytes)
+            worked = used.cpu_s is None or used.cpu_s - (before.cpu_s or 0.0) >= 0.4
+            return worked and (used.memory_peak_bytes is None or used.memory_peak_bytes > 64 << 20)
+
+        await _until(told, "the work of a command is not counted")
+    assert id not in await harness.provider.resources(handles), "it has ended"
+
+
 @check(Capability.LIMIT_DISK)
 async def file_size_is_limited(harness: Harness) -> None:
     """No single file can exceed the disk limit; the control plane checks the sum."""

@@ -60,7 +60,8 @@ async def test_a_killed_sandbox_is_noticed_and_nothing_of_it_is_left(harness: Ha
             assert any(each in {"50000\n", "50000 100000\n"} for each in limits)
             names = {Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(): pid for pid in processes(id)}
             assert {"runsc-sandbox", "runsc-gofer"} <= names.keys()
-            assert 10 << 20 < (await harness.provider.memory_bytes(box.handle) or 0) < 384 << 20
+            used = (await harness.provider.resources([box.handle]))[id]
+            assert 10 << 20 < (used.memory_bytes or 0) < 384 << 20 and (used.cpu_s or 0) > 0
             os.kill(names[name], 9)
             await until(lambda: asyncio.ensure_future(_ended(harness, box.handle)), what="the end of the sandbox")
             later = harness.make_provider()

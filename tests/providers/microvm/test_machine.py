@@ -161,7 +161,8 @@ def test_its_programs_are_confined(ground):
 async def test_another_server_finds_it_and_what_it_does(machine, ground):
     provider = ground[0]()
     assert await provider.alive(ground[2]) and await provider.running() == ["machine"]
-    assert (await provider.memory_bytes(ground[2]) or 0) > 64 << 20
+    used = (await provider.resources([ground[2]]))["machine"]
+    assert (used.memory_bytes or 0) > 64 << 20 and (used.cpu_s or 0) > 0
     command = await machine.start("sleep 0.1; echo done")
     again = Running(ground[2], machine.workspace)
     assert (await again.result(command.id)).stdout == "done\n"

@@ -36,10 +36,11 @@ Item = Mapping[str, object]
 
 
 class AccessOwner(NamedTuple):
-    """Whose an access is: the context of the sandbox, and whom its workspace belongs to."""
+    """Whose an access is: the context of the sandbox, whom its workspace belongs to, and its template."""
 
     context: str | None = None
     agent: str | None = None
+    template: str | None = None
 
 
 OwnerOf = Callable[[str], AccessOwner | None]
@@ -161,7 +162,7 @@ class AccessLogWriter:
             self._audit.record(entry, ending)
         seconds = 0.0 if ending.duration_ms is None else ending.duration_ms / 1000
         sizes = ending.bytes_in or 0, ending.bytes_out or 0
-        self._metrics.egress_ended(str(item["protocol"]), ending.result, *sizes, seconds)
+        self._metrics.egress_ended(str(item["protocol"]), ending.result, *sizes, seconds, template=owner.template)
         port = item.get("port")
         self._events.ended(
             owner.context,

@@ -351,7 +351,7 @@ class EgressService(Attachment):
     def _remember_owner(self, box: LiveSandbox) -> None:
         """Remember whose a sandbox is: its accesses may arrive after it has ended."""
         context = box.record.context_id or box.record.acts_for or None
-        self._owners.put(box.record.id, AccessOwner(context, box.record.agent))
+        self._owners.put(box.record.id, AccessOwner(context, box.record.agent, box.record.template))
 
     def _acknowledge(self, upto: int) -> None:
         with suppress(ChannelClosed):

@@ -150,7 +150,7 @@ class McpDiscovery:
             return None, f"it could not be asked within {self._timeout_s:g} seconds"
 
     async def _within(self, session: SessionRecord, server: McpServerRecord) -> Found:
-        self._sessions.require_here(session)
+        await self._sessions.require_here(session)
         request = SandboxRequest(
             template=session.template,
             provider=session.provider,

@@ -12,7 +12,7 @@ from carrel.control.nodes.peers import Peer, Peers, unreachable
 from carrel.control.nodes.placement import HERE, Here, Place, Silent, There, choose, place_of
 from carrel.control.nodes.registry import Nodes
 from carrel.control.sessions.live import LiveSandboxes
-from carrel.errors import RunsElsewhere
+from carrel.errors import NodeUnreachable, RunsElsewhere
 from carrel.primitives.cache import Cache
 from carrel.store.nodes import Holding, NodeStore
 from carrel.store.snapshots import SnapshotStore
@@ -44,8 +44,7 @@ class Routing:
         """Return where a session or context is. `forwarded`: another server believes that it is here. `readable`: its
         record is enough for the answer, so a silent owner is not needed.
 
-        Raises `NodeUnreachable` while a silent server has its lease, and `RunsElsewhere` if its owner answers but
-        nothing can be forwarded to it.
+        Raises `NodeUnreachable` while a silent server has its lease, and if nothing can be forwarded to the owner.
         """
         known = self._owners.get(name)
         if known is not None and not forwarded and await self._nodes.find(known) is not None:
@@ -113,7 +112,12 @@ class Routing:
         alive = {name for name in named if name is not None and await self._nodes.find(name) is not None}
         place = place_of(holding, self._nodes.name, alive)
         if isinstance(place, Silent) and (obstacle := self._nodes.why_not(place.node)) is not None:
-            raise elsewhere(place.node, obstacle)
+            raise NodeUnreachable(
+                f"server '{place.node}' has this session, and the request cannot be forwarded to it: {obstacle}",
+                hint=f"ask server '{place.node}' itself, or let the operator see `carrel nodes`",
+                node=place.node,
+                retry=False,
+            )
         return place
 
     async def _is_archived(self, context: str) -> bool:
@@ -122,11 +126,11 @@ class Routing:
 
 
 def elsewhere(node: str, why: str) -> RunsElsewhere:
-    """Return the error for a session of another server to which the request cannot be forwarded."""
+    """Return the answer to a server that forwarded a request to the wrong one."""
     return RunsElsewhere(
-        f"server '{node}' has this session, and the request cannot be forwarded to it" + (f": {why}" if why else ""),
+        f"server '{node}' has this session, and a request is forwarded only once" + (f": {why}" if why else ""),
         field="id",
-        hint=f"ask server '{node}' itself, or let the operator see `carrel nodes`",
+        hint=f"ask server '{node}'",
         node=node,
     )
 

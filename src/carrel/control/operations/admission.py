@@ -20,6 +20,7 @@ from carrel.control.governance.approvals import Approvals, Permit
 from carrel.control.governance.policies import Policies
 from carrel.control.operations.call import Call, Traffic, refusal
 from carrel.control.operations.caller import OwnWork
+from carrel.control.operations.happened import exit_of
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.control.supervisor.connection import run
@@ -62,6 +63,7 @@ class Admission:
         permit: Permit | None = None
         ticket: Ticket | None = None
         admitted = False
+        running = began
         try:
             if not isinstance(call.caller, OwnWork):
                 verdict = await self._decide(call)
@@ -76,7 +78,7 @@ class Admission:
                 if call.proxy_verdict is None:
                     ticket = await self._audit.begin(await self._entry(call, verdict, traffic.approval))
                     traffic.record = ticket.seq or None
-                admitted = True
+                admitted, running = True, time.monotonic()
                 if permit is not None and permit.run is not None:
                     run.set(permit.run)  # marks every request to a supervisor from now on
             yield traffic
@@ -92,7 +94,12 @@ class Admission:
         finally:
             seconds = time.monotonic() - began
             if ticket is not None:
-                ticket.end(Ending(outcome, seconds * 1000, traffic.bytes_in, traffic.bytes_out, told=traffic.told))
+                ending = Ending(outcome, seconds * 1000, traffic.bytes_in, traffic.bytes_out, told=traffic.told)
+                ticket.end(ending)
+                if (exit := exit_of(call.operation, ending)) is not None:
+                    box = self._live.get(call.sandbox_id)
+                    template = None if box is None else box.record.template
+                    self._metrics.command_ended(template, exit, time.monotonic() - running)
             if not isinstance(call.caller, OwnWork) and call.proxy_verdict is None:
                 self._metrics.operated(call.kind, call.name, outcome, seconds)
             if permit is not None:

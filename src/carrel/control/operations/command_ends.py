@@ -1,4 +1,4 @@
-"""Writes the event that a command in the background has ended, also after a restart of the server.
+"""Writes the event that a command in the background has ended, also after a restart of the server, and counts it.
 
 Its start has passed admission; its end is known only to the supervisor, which is asked to say it.
 """
@@ -16,6 +16,7 @@ from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.memory import for_memory
 from carrel.errors import CarrelError
 from carrel.events import EventLog
+from carrel.metrics import Metrics
 from carrel.models import CommandInfo
 from carrel.models.events import EventFilter, EventKind
 from carrel.primitives import tasks
@@ -28,9 +29,10 @@ _CLOSING_S = 1.0
 class CommandEnds:
     """The commands in the background of one server."""
 
-    def __init__(self, events: EventLog, audit: AuditLog):
+    def __init__(self, events: EventLog, audit: AuditLog, metrics: Metrics):
         self._events = events
         self._audit = audit
+        self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
     def watch(
@@ -79,14 +81,16 @@ class CommandEnds:
     async def _wait(
         self, box: LiveSandbox, kind: EventKind, what: dict[str, object], end: Callable[[], Awaitable[CommandInfo]]
     ) -> None:
-        values = dict(what)
+        values, seconds = dict(what), 0.0
         try:
             info = await end()
             info.oom_killed = await for_memory(box, info)
+            seconds = info.duration_ms / 1000
             values |= told_of(info) | {"duration_ms": info.duration_ms, "bytes_out": info.output_bytes}
         except CarrelError:  # the sandbox has ended, or forgot the command
             values["exit"] = "gone"
         values |= what
+        self._metrics.command_ended(box.record.template, str(values["exit"]), seconds)
         try:
             await self._audit.flush()  # the event of its start comes with a record, and comes first
             self._events.add([self._events.draft(kind, box.record.context_id, box.record.id, values)])

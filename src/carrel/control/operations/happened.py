@@ -13,7 +13,7 @@ from carrel.audit.records import AuditEntry, Ending, Type, context_of
 from carrel.errors import ApprovalNeeded
 from carrel.models import CellResult, CommandInfo, CommandResult, ExecuteResult
 from carrel.models.events import EventDraft, EventKind, body_of
-from carrel.models.operations import TABLE
+from carrel.models.operations import TABLE, Operation
 
 _ROWS = {(str(row.kind), row.name): row for row in TABLE if row.event is not None}
 _ARGUMENTS = ("command", "path", "destination", "server", "tool", "snapshot_id", "context", "code")
@@ -75,6 +75,13 @@ def _ended(ending: Ending) -> dict[str, object]:
         return {"exit": "ok", **ending.told, **values}
     exit = ending.result if ending.result in {"unknown", "cancelled"} else "error"
     return {"exit": exit, "error": ending.result if exit == "error" else None, **values}
+
+
+def exit_of(operation: Operation, ending: Ending) -> str | None:
+    """Return how the command of an operation ended; None if it runs none, or one that goes on in the background."""
+    if operation.starts not in ENDS or ending.told == LATER:
+        return None
+    return str(_ended(ending)["exit"])
 
 
 def told_of(result: CommandInfo | CommandResult | CellResult | ExecuteResult) -> dict[str, object]:

@@ -70,7 +70,7 @@ class LiveSandbox:
         self.workspace = workspace
         self.instance = blake3(json.dumps(handle, sort_keys=True).encode()).hexdigest()[:32]
         """The name of this instance: the next sandbox of the session has another."""
-        self.connection = SupervisorClient(str(handle["socket"]))
+        self.connection = SupervisorClient(provider.link(handle))
         self.last_activity = record.last_activity_at
         self.asks_as = ""
         """The name that approvals in it are for, if that is neither its context nor its id: an approval for one sandbox

@@ -77,17 +77,8 @@ class Sessions:
             box.check_lease()
             return box
         record = await self.record(name)
-        if record.state in LIVE and record.node not in {None, self._leases.node}:
-            owner = await self._leases.owner(record)
-            if owner not in {None, self._leases.node}:
-                raise RunsElsewhere(
-                    f"sandbox '{name}' runs on server '{owner}'", field="id", hint=f"ask server '{owner}'", node=owner
-                )
-            raise NotRunning(  # also while it is being started here
-                f"sandbox '{name}' ran on server '{record.node}', which no longer answers",
-                field="id",
-                hint="deploy_or_resume starts it on another server, from its newest snapshot",
-            )
+        if record.state in LIVE:  # also while it is being started here
+            await self._refuse_elsewhere(record, f"sandbox '{name}'")
         raise NotRunning(
             f"sandbox '{name}' is {record.state}"
             + (f": {LIFETIME_OVER}" if record.end_reason == LIFETIME_OVER else ""),
@@ -116,19 +107,24 @@ class Sessions:
     async def usage(self, name: str) -> WorkspaceUsage:
         """Return the size of a workspace."""
         record = await self.record(name)
-        self.require_here(record)
+        await self.require_here(record)
         return await self._workspaces.report_usage(record)
 
-    def require_here(self, record: SessionRecord) -> None:
-        """Raise `RunsElsewhere` when another server has the files of a session."""
-        if record.node not in {None, self._leases.node}:
-            raise RunsElsewhere(
-                f"the workspace of '{record.owner}' is on server '{record.node}'",
-                field="id",
-                hint="start the sandbox first (deploy_or_resume): if that server is gone, another one restores the "
-                "files from the newest snapshot in the archive",
-                node=record.node,
-            )
+    async def require_here(self, record: SessionRecord) -> None:
+        """Raise `RunsElsewhere` when another server has the session, `NotRunning` when it no longer answers."""
+        await self._refuse_elsewhere(record, f"the workspace of '{record.owner}'")
+
+    async def _refuse_elsewhere(self, record: SessionRecord, what: str) -> None:
+        if record.node in {None, self._leases.node}:
+            return
+        owner = await self._leases.owner(record)
+        if owner not in {None, self._leases.node}:
+            raise RunsElsewhere(f"{what} is on server '{owner}'", field="id", hint=f"ask server '{owner}'", node=owner)
+        raise NotRunning(
+            f"{what} was on server '{record.node}', which no longer answers",
+            field="id",
+            hint="deploy_or_resume starts it on another server, from its newest snapshot",
+        )
 
     async def require_unused(self, context_id: str) -> None:
         """Raise `AlreadyExists` when a context has a session or files, here or elsewhere."""

@@ -168,7 +168,10 @@ class Starting:
             self._capacity.end()
         seconds = time.monotonic() - began
         self._workspaces.metrics.started(
-            provider.name, "fresh" if previous is None or previous.forgotten else "resume", seconds
+            provider.name,
+            "fresh" if previous is None or previous.forgotten else "resume",
+            seconds,
+            template=record.template,
         )
         return info_of(record, self._live)
 

@@ -1,4 +1,4 @@
-"""HTTP to one supervisor over its Unix socket: pooled, streaming, with back-pressure in both directions.
+"""HTTP to one supervisor over its link: pooled, streaming, with back-pressure in both directions.
 
 Answers come from hostile code: sizes and times are bounded, and an answer that is not HTTP is `SandboxLost`. Knows no
 route.
@@ -15,6 +15,7 @@ from typing import Any
 
 from carrel.control.http_wire import MAX_PROBLEM, HttpWire
 from carrel.errors import CarrelError, LimitExceeded, SandboxLost, from_problem
+from carrel.providers.links import SupervisorLink
 
 Json = dict[str, Any]
 
@@ -87,9 +88,9 @@ class SupervisorDownload:
 class SupervisorConnection:
     """A pool of connections to one supervisor."""
 
-    def __init__(self, socket_path: str):
+    def __init__(self, link: SupervisorLink):
         self.loop = asyncio.get_running_loop()
-        self._path = socket_path
+        self._link = link
         self._idle: list[HttpWire] = []
         self._open: set[HttpWire] = set()
         self._closed = False
@@ -178,7 +179,8 @@ class SupervisorConnection:
                 raise problem_from(wire.status, answer[:MAX_PROBLEM])
             return self._object(answer)
         finally:
-            os.close(spare)
+            if spare >= 0:
+                os.close(spare)
             wire.release()
 
     async def download(
@@ -227,7 +229,7 @@ class SupervisorConnection:
         self._open.add(wire)
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT):
-                await self.loop.create_unix_connection(lambda: wire, _short(self._path))
+                await self._link.connect(lambda: wire)
         except (OSError, TimeoutError):
             self._open.discard(wire)
             raise _lost("does not answer") from None
@@ -256,15 +258,6 @@ class SupervisorConnection:
         for wire in list(self._open):
             wire.fail(_lost("has ended"))
         self._open.clear()
-
-
-def _short(path: str) -> str:
-    """Return a path that fits into a Unix socket address of 107 bytes: a longer one is given relative to the working
-    directory.
-    """
-    if len(os.fsencode(path)) <= 107:
-        return path
-    return min(path, os.path.relpath(path), key=len)
 
 
 _CLOSED: Any = object()

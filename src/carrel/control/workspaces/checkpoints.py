@@ -129,7 +129,7 @@ class CheckpointOperations:
                     field="context_id",
                     hint="take a snapshot instead",
                 )
-            self._sessions.require_here(record)
+            await self._sessions.require_here(record)
             kind = CheckpointKind.REQUEST
             return _info(await run_to_end(lambda: self._store.take(context, folder, kind, reason=reason)))
 

@@ -50,7 +50,7 @@ class Snapshots:
         """Take a snapshot; a running sandbox continues meanwhile. It is archived in the background."""
         record, context = await self._durable(name)
         async with self._operations.admit(caller, op.TAKE_SNAPSHOT, {}, record.id, context):
-            self._sessions.require_here(record)
+            await self._sessions.require_here(record)
             return _info(await self._take(record, "request"))
 
     async def _take(self, record: SessionRecord, reason: str) -> SnapshotRecord:
@@ -103,7 +103,7 @@ class Snapshots:
         arguments = {"context_id": context_id, "snapshot_id": snapshot_id, "secrets": secrets}
         async with self._operations.admit(caller, op.FORK, arguments, record.id, context):
             if snapshot_id is None:
-                self._sessions.require_here(record)
+                await self._sessions.require_here(record)
                 snapshot_id = (await self._take(record, "fork")).id
             async with self._sessions.lock(f"fork {context_id}"), self._workspaces.keeping.using(snapshot_id):
                 snapshot = await self._ready(snapshot_id, context)

@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -26,7 +26,7 @@ from carrel.isolation.late_mounts import Sandbox
 from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.models import Network
 from carrel.providers import bundle, foreign_processes
-from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, RootImage
+from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, ResourceUse, RootImage
 from carrel.providers.bundle import SupervisorBundle
 from carrel.providers.control_directory import ControlDirectory, WaitingSupervisor, facts_of, waiting_supervisor
 from carrel.providers.docker import containers, late_parts, roots
@@ -353,8 +353,10 @@ class DockerProvider(Provider):
     async def out_of_memory_kills(self, handle: Handle) -> int:
         return (await asyncio.to_thread(cgroups.usage_of, number(handle, "pid"))).get("oom_kills", 0)
 
-    async def memory_bytes(self, handle: Handle) -> int | None:
-        return (await asyncio.to_thread(cgroups.usage_of, number(handle, "pid"))).get("memory_bytes")
+    async def resources(self, handles: Sequence[Handle]) -> Mapping[str, ResourceUse]:
+        pids = {str(handle["id"]): number(handle, "pid") for handle in handles}
+        found = await asyncio.to_thread(lambda: {id: cgroups.usage_of(pid) for id, pid in pids.items()})
+        return {id: ResourceUse.counted(used) for id, used in found.items() if used}
 
     async def held_bytes(self, handle: Handle) -> int:
         def look() -> int:

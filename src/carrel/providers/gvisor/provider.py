@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from carrel.primitives.atomic import write_file
 from carrel.primitives.kernel_files import read_if_there
 from carrel.primitives.trees import remove_tree
 from carrel.providers import base_root, bundle, foreign_processes, groups, staged
-from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
+from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, ResourceUse
 from carrel.providers.base_root import BaseRoot
 from carrel.providers.control_directory import REPORT, ControlDirectory, WaitingSupervisor, facts_of, waiting_supervisor
 from carrel.providers.groups import SandboxGroups
@@ -342,8 +342,8 @@ class GvisorProvider(Provider):
     async def out_of_memory_kills(self, handle: Handle) -> int:
         return (await asyncio.to_thread(groups.usage, str(handle["id"]))).get("oom_kills", 0)
 
-    async def memory_bytes(self, handle: Handle) -> int | None:
-        return (await asyncio.to_thread(groups.usage, str(handle["id"]))).get("memory_bytes")
+    async def resources(self, handles: Sequence[Handle]) -> Mapping[str, ResourceUse]:
+        return await asyncio.to_thread(groups.resources, [str(handle["id"]) for handle in handles])
 
     async def close(self) -> None:
         for id in list(self._waiting):

@@ -13,7 +13,7 @@ import math
 import os
 import platform
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -29,7 +29,7 @@ from carrel.isolation.staging import StagedMount, StageOrder
 from carrel.primitives.atomic import write_file
 from carrel.primitives.trees import remove_tree
 from carrel.providers import base_root, bundle, foreign_processes, groups, staged
-from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
+from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, ResourceUse
 from carrel.providers.base_root import BaseRoot
 from carrel.providers.control_directory import ControlDirectory, facts_of, waiting_supervisor
 from carrel.providers.groups import SandboxGroups
@@ -308,8 +308,8 @@ class MicrovmProvider(Provider):
         listener = await asyncio.to_thread(control.listen_for_egress)
         return listener.detach()
 
-    async def memory_bytes(self, handle: Handle) -> int | None:
-        return (await asyncio.to_thread(groups.usage, str(handle["id"]))).get("memory_bytes")
+    async def resources(self, handles: Sequence[Handle]) -> Mapping[str, ResourceUse]:
+        return await asyncio.to_thread(groups.resources, [str(handle["id"]) for handle in handles])
 
     async def close(self) -> None:
         if self._preparing is not None:
