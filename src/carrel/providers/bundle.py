@@ -97,6 +97,13 @@ def remote_command(host: str, port: int, credentials: str) -> list[str]:
     return [*_run("carrel.supervisor.remote"), host, str(port), credentials]
 
 
+def unpack_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command of the init container of a pod, whose image has the bundle for remote supervisors. See
+    `carrel.supervisor.unpack` for the arguments.
+    """
+    return [*_run("carrel.supervisor.unpack"), *arguments]
+
+
 def machine_command(arguments: Sequence[str]) -> list[str]:
     """Return the command of PID 1 of a virtual machine, whose first file system has the bundle."""
     return [*_run("carrel.isolation.machine.guest"), *arguments]

@@ -1,0 +1,89 @@
+"""What the tests on Kubernetes stand on: the cluster, and namespaces with a volume that this host shares."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.support.remote_provider import identities
+
+from carrel.providers.kubernetes.options import KubernetesOptions
+from carrel.providers.kubernetes.provider import KubernetesProvider
+
+IMAGE, BUNDLE_IMAGE = "localhost/carrel-sandbox:test", "localhost/carrel-bundle:test"
+_SCRIPT = str(Path(__file__).parents[2] / "scripts/cluster")
+_GI = "1Gi"
+
+
+class Cluster:
+    """The cluster that these tests run below."""
+
+    def kubectl(self, *arguments: str, stdin: object = None, fails: bool = False) -> str:
+        """Run kubectl, and return what it prints. `stdin` is sent as JSON."""
+        given = None if stdin is None else json.dumps(stdin)
+        done = subprocess.run(
+            [_SCRIPT, "kubectl", *arguments], input=given, capture_output=True, text=True, timeout=120
+        )
+        assert fails or done.returncode == 0, done.stderr
+        return done.stdout
+
+    def get(self, *arguments: str) -> Any:
+        return json.loads(self.kubectl("get", *arguments, "-o", "json"))
+
+    def add_image(self, file: Path) -> None:
+        subprocess.run([_SCRIPT, "import", str(file)], check=True, capture_output=True, timeout=120)
+
+
+class Ground:
+    """A namespace, and a volume in a directory of this host that its pods can mount."""
+
+    def __init__(self, cluster: Cluster, place: Path, **options: object):
+        self.cluster = cluster
+        self.place = place
+        self.name = f"carrel-{secrets.token_hex(4)}"
+        self.volume = place / "volume"
+        self.volume.mkdir(mode=0o755)
+        (place / "run").mkdir(mode=0o700)
+        self.options = KubernetesOptions(
+            namespace=self.name,
+            image=IMAGE,
+            bundle_image=BUNDLE_IMAGE,
+            volume_claim="workspaces",
+            volume_directory=str(self.volume),
+            kubeconfig=os.environ["KUBECONFIG"],
+            pull_policy="Never",
+            **options,  # type: ignore[arg-type]
+        )
+        labels = {f"pod-security.kubernetes.io/{kind}": "restricted" for kind in ("enforce", "warn")}
+        self._apply("Namespace", self.name, labels=labels)
+        common = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
+        host = {"hostPath": {"path": str(self.volume), "type": "Directory"}, "capacity": {"storage": _GI}}
+        self._apply("PersistentVolume", self.name, spec={**common, **host})
+        claim = {**common, "volumeName": self.name, "resources": {"requests": {"storage": _GI}}}
+        self._apply("PersistentVolumeClaim", "workspaces", spec=claim)
+
+    def _apply(self, kind: str, name: str, *, labels: dict[str, str] | None = None, **more: object) -> None:
+        metadata = {"name": name, "labels": labels or {}}
+        if kind == "PersistentVolumeClaim":
+            metadata["namespace"] = self.name
+        self.cluster.kubectl("apply", "-f", "-", stdin={"apiVersion": "v1", "kind": kind, "metadata": metadata, **more})
+
+    def provider(self, server: str = "one") -> KubernetesProvider:
+        """Return a provider of a server. All of them have one authority."""
+        own = identities(name=server).sandboxes
+        return KubernetesProvider(str(self.place / "run"), self.options, own, gvisor=bool(self.options.gvisor_class))
+
+    def left(self) -> list[str]:
+        """The pods and sandboxes in the namespace."""
+        found = self.cluster.get("pods,sandboxes.agents.x-k8s.io", "-n", self.name)
+        return [f"{each['kind']}/{each['metadata']['name']}" for each in found["items"]]
+
+    def remove(self) -> None:
+        self.cluster.kubectl("delete", "namespace", self.name, "--wait=true")
+        self.cluster.kubectl("delete", "persistentvolume", self.name)
+        shutil.rmtree(self.place)
