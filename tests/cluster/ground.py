@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import os
 import secrets
@@ -77,6 +79,12 @@ class Ground:
         """Return a provider of a server. All of them have one authority."""
         own = identities(name=server).sandboxes
         return KubernetesProvider(str(self.place / "run"), self.options, own, gvisor=bool(self.options.gvisor_class))
+
+    def with_options(self, **options: object) -> Ground:
+        """Return the same namespace, used in another way."""
+        other = copy.copy(self)
+        other.options = dataclasses.replace(self.options, **options)  # type: ignore[arg-type]
+        return other
 
     def left(self) -> list[str]:
         """The pods and sandboxes in the namespace."""

@@ -48,10 +48,10 @@ def copy_tree(source: str, target: str) -> None:
                 os.chmod(copied, _COPIED)
 
 
-def is_refused(address: str, patience_s: float = PATIENCE_S) -> bool:
+def is_refused(address: str) -> bool:
     """Return whether no connection to an address can be made, now or soon."""
     host, _, port = address.rpartition(":")
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + PATIENCE_S
     while True:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ATTEMPT_S).close()

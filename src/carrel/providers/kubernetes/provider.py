@@ -20,7 +20,9 @@ from urllib.parse import urlsplit
 from carrel.errors import CarrelError, PlatformError, ProviderUnavailable
 from carrel.isolation import seccomp
 from carrel.isolation.rootfs import SANDBOX_UID
+from carrel.models import Network
 from carrel.primitives import tasks
+from carrel.primitives.spiffe import SpiffeId
 from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider
 from carrel.providers.control_directory import facts_of
 from carrel.providers.gvisor.options import LIMITS
@@ -30,6 +32,7 @@ from carrel.providers.kubernetes.api import ApiRefusal, KubernetesApi, Resource
 from carrel.providers.kubernetes.manifests import Manifest, PodRequest
 from carrel.providers.kubernetes.options import KubernetesOptions
 from carrel.providers.kubernetes.pods import StartedPod
+from carrel.providers.kubernetes.slot_directories import SlotDirectories, is_empty
 from carrel.providers.links import RemoteAddress, RemoteLink, SupervisorLink
 from carrel.providers.remote import give_facts
 from carrel.spiffe.sandboxes import SLOT_LIFETIME_S, SandboxIdentities
@@ -41,7 +44,7 @@ SERVERS = {"app.kubernetes.io/name": "carrel", "app.kubernetes.io/component": "s
 """The labels of pods that sandboxes accept connections from."""
 POLICY = "carrel-sandboxes"
 _NO_IDS = "pods are reached by their SPIFFE IDs, and this server has none: set CARREL_SPIFFE_SOURCE"
-_DIAL_S = 1.0
+_DIAL_S, _PAUSE_S = 1.0, 0.03
 _RENEWED_BEFORE_S = SLOT_LIFETIME_S / 2
 
 
@@ -72,6 +75,8 @@ class KubernetesProvider(Provider):
         self._server = ""
         self._credentials_until = 0.0
         self._preparing = asyncio.Lock()
+        self._slots = SlotDirectories(options.volume_directory, self._instance, SANDBOX_UID)
+        self._waiting: dict[str, StartedPod] = {}
         self._probed: tuple[float, str | None] = (-PROBED_FOR_S, None)
 
     # what the cluster can do
@@ -134,13 +139,59 @@ class KubernetesProvider(Provider):
 
     async def start(self, launch: Launch) -> Handle:
         self._refuse(launch)
-        workspace = await asyncio.to_thread(self._place_of, launch.workspace)
+        place = await asyncio.to_thread(self._place_of, launch.workspace)
+        try:
+            pod = await self._run(launch, place)
+            return await self._give(pod, launch.id, launch)
+        except BaseException:
+            await asyncio.shield(self._discard(launch.id))
+            raise
+
+    def slot_for(self, launch: Launch) -> Launch | None:
+        """See `Provider.slot_for`: a pod has its limits from the start. A workspace with files starts cold."""
+        if launch.folder is not None or launch.image is not None or not is_empty(launch.workspace):
+            return None
+        return Launch("", "", Network.NONE, cpus=launch.cpus, memory_mb=launch.memory_mb)
+
+    async def start_slot(self, launch: Launch) -> Handle:
+        try:
+            place = await asyncio.to_thread(self._slots.make, _key(launch.id))
+            pod = await self._run(launch, place)
+            await self._until_it_listens(launch.id, pod)
+        except OSError as error:
+            raise PlatformError(f"the directory of a slot cannot be made: {error}") from error
+        except BaseException:
+            await asyncio.shield(self._discard(launch.id))
+            raise
+        self._waiting[launch.id] = pod
+        address = RemoteAddress(pod.address, manifests.PORT, self._slot_identity)
+        return self._handle(launch.id, pod, address)
+
+    async def claim(self, slot: Handle, launch: Launch) -> Handle:
+        id = str(slot["id"])
+        pod = self._waiting.pop(id, None)
+        try:
+            self._refuse(launch)
+            await asyncio.to_thread(self._place_of, launch.workspace)
+            if pod is None:
+                raise PlatformError(f"slot {id} cannot become sandbox {launch.id}")
+            await asyncio.to_thread(self._slots.give, _key(id), launch.workspace)
+            return await self._give(pod, id, launch)
+        except OSError as error:
+            await asyncio.shield(self._discard(id))
+            raise PlatformError(f"slot {id} cannot have the workspace of {launch.id}: {error}") from error
+        except BaseException:
+            await asyncio.shield(self._discard(id))
+            raise
+
+    async def _run(self, launch: Launch, place: str) -> StartedPod:
+        """Have the cluster make a pod with a directory of the volume; return it once it has an address."""
         api = await self._prepare()
         request = PodRequest(
             image=self._options.image,
             bundle_image=self._options.bundle_image,
             claim=self._options.volume_claim,
-            workspace=workspace,
+            workspace=place,
             secret=self._secret,
             cpus=launch.cpus,
             memory_mb=launch.memory_mb,
@@ -152,15 +203,60 @@ class KubernetesProvider(Provider):
             annotations={manifests.ID: launch.id},
         )
         name = self._name(launch.id)
+        if self._version is None:
+            await api.create(self._pods, manifests.pod(name, request))
+        else:
+            await api.create(self._sandboxes, manifests.sandbox(name, request, self._version))
+        addressed: asyncio.Future[StartedPod] = asyncio.get_running_loop().create_future()
+        watching = asyncio.ensure_future(self._watch(launch.id, addressed))
         try:
-            if self._version is None:
-                await api.create(self._pods, manifests.pod(name, request))
-            else:
-                await api.create(self._sandboxes, manifests.sandbox(name, request, self._version))
-            return await self._take(launch)
-        except BaseException:
-            await asyncio.shield(self._discard(launch.id))
-            raise
+            await asyncio.wait((watching, addressed), timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+            if addressed.done():
+                return addressed.result()
+            why = watching.result() if watching.done() else await self._obstacle(launch.id)
+            raise PlatformError(f"sandbox {launch.id} could not be started: {why}")
+        finally:
+            await tasks.cancel((watching,))
+
+    async def _give(self, pod: StartedPod, id: str, launch: Launch) -> Handle:
+        """Give a sandbox to its owner: its supervisor becomes the agent, as soon as it listens."""
+        slot = RemoteAddress(pod.address, manifests.PORT, self._slot_identity)
+        return self._handle(
+            id, pod, await give_facts(slot, self._identities, launch.id, self._facts(launch), self._watch(id, None))
+        )
+
+    async def _until_it_listens(self, id: str, pod: StartedPod) -> None:
+        """Wait for the supervisor of a slot."""
+
+        async def listening() -> None:
+            while True:
+                if await _accepts(pod.address):
+                    return
+                await asyncio.sleep(_PAUSE_S)
+
+        waiting = asyncio.ensure_future(listening())
+        watching = asyncio.ensure_future(self._watch(id, None))
+        try:
+            await asyncio.wait((waiting, watching), timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+            if not waiting.done():
+                why = watching.result() if watching.done() else f"it did not listen in {START_S:.0f} s"
+                raise PlatformError(f"slot {id} could not be started: {why}")
+        finally:
+            await tasks.cancel((waiting, watching))
+
+    def _handle(self, id: str, pod: StartedPod, address: RemoteAddress) -> Handle:
+        return {
+            "provider": self.name,
+            "id": id,
+            "socket": str(address),
+            "pod": pod.name,
+            "uid": pod.uid,
+            "node": pod.node,
+        }
+
+    @property
+    def _slot_identity(self) -> SpiffeId:
+        return self._identities.id_of_slot(self._instance)
 
     def _refuse(self, launch: Launch) -> None:
         """Refuse what was not promised and would otherwise be dropped."""
@@ -186,30 +282,7 @@ class KubernetesProvider(Provider):
             )
         return os.path.relpath(path, root)
 
-    async def _take(self, launch: Launch) -> Handle:
-        """Give a sandbox to its owner: its supervisor becomes the agent."""
-        addressed: asyncio.Future[StartedPod] = asyncio.get_running_loop().create_future()
-        watching = asyncio.ensure_future(self._watch(launch.id, addressed))
-        try:
-            await asyncio.wait((watching, addressed), timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
-            if not addressed.done():
-                why = watching.result() if watching.done() else await self._obstacle(launch.id)
-                raise PlatformError(f"sandbox {launch.id} could not be started: {why}")
-            pod = addressed.result()
-            slot = RemoteAddress(pod.address, manifests.PORT, self._identities.id_of_slot(self._instance))
-            owned = await give_facts(slot, self._identities, launch.id, self._facts(launch), watching)
-        finally:
-            await tasks.cancel((watching,))
-        return {
-            "provider": self.name,
-            "id": launch.id,
-            "socket": str(owned),
-            "pod": pod.name,
-            "uid": pod.uid,
-            "node": pod.node,
-        }
-
-    async def _watch(self, id: str, addressed: asyncio.Future[StartedPod]) -> str:
+    async def _watch(self, id: str, addressed: asyncio.Future[StartedPod] | None) -> str:
         """Look at the pod of a sandbox until it fails; return why. `addressed` gets it as soon as it has an address.
 
         This is sooner than the cluster knows that its containers run.
@@ -223,7 +296,7 @@ class KubernetesProvider(Provider):
                     if why := pods.failure(pod):
                         return why
                     found = pods.started(pod)
-                    if found is not None and not addressed.done():
+                    if found is not None and addressed is not None and not addressed.done():
                         addressed.set_result(found)
 
     async def _obstacle(self, id: str) -> str:
@@ -278,6 +351,7 @@ class KubernetesProvider(Provider):
 
     async def _discard(self, id: str) -> None:
         """Remove whatever there is of a sandbox; return when its pod is gone, and so every process of it."""
+        self._waiting.pop(id, None)
         api = await self._prepare()
         query = {"labelSelector": f"{manifests.SANDBOX}={_key(id)},{manifests.INSTANCE}={self._instance}"}
         try:
@@ -288,7 +362,7 @@ class KubernetesProvider(Provider):
                     listed = await api.get(self._pods, **query) or {}
                     left = [each["metadata"] for each in listed.get("items", ())]
                     if not left:
-                        return
+                        break
                     for each in left:
                         if "deletionTimestamp" not in each:
                             await api.delete(f"{self._pods}/{each['name']}")
@@ -302,8 +376,11 @@ class KubernetesProvider(Provider):
                 f"the pod of sandbox {id} has not ended in {REMOVAL_S:.0f} s",
                 hint="its node may be lost: see `kubectl get pods`, and remove the node from the cluster if it is",
             ) from None
+        await asyncio.to_thread(self._slots.remove, _key(id))
 
     async def close(self) -> None:
+        for id in list(self._waiting):  # nobody can claim them any more
+            await self._discard(id)
         if self._api is not None:
             await self._api.close()
             self._api = None
