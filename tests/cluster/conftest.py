@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.cluster.ground import BUNDLE_IMAGE, IMAGE, Cluster, Ground
-from tests.support.images import archive, debian
-
-from carrel.isolation.inside import BUNDLE
-from carrel.providers import bundle
+from tests.cluster.ground import Cluster, Ground, add_images
 
 collect_ignore_glob = [] if "CARREL_CLUSTER" in os.environ else ["test_*.py"]
 
@@ -22,15 +17,7 @@ collect_ignore_glob = [] if "CARREL_CLUSTER" in os.environ else ["test_*.py"]
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """The cluster, with the image of the tests' sandboxes and the one of the bundle."""
     found = Cluster()
-    place = tmp_path_factory.mktemp("images")
-    debian(place / "sandbox")
-    made = bundle.provide(str(place / "bundles"), remote=True)
-    shutil.copytree(made.path, place / "bundle" / BUNDLE.lstrip("/"), symlinks=True)
-    for folder, name in (("sandbox", IMAGE), ("bundle", BUNDLE_IMAGE)):
-        file = place / f"{folder}.tar"
-        archive(place / folder, file, name)
-        found.add_image(file)
-        file.unlink()
+    add_images(found, tmp_path_factory.mktemp("images"))
     return found
 
 

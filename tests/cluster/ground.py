@@ -12,8 +12,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from tests.support.images import archive, debian
 from tests.support.remote_provider import identities
 
+from carrel.isolation.inside import BUNDLE
+from carrel.providers import bundle
 from carrel.providers.kubernetes.options import KubernetesOptions
 from carrel.providers.kubernetes.provider import KubernetesProvider
 
@@ -39,6 +42,18 @@ class Cluster:
 
     def add_image(self, file: Path) -> None:
         subprocess.run([_SCRIPT, "import", str(file)], check=True, capture_output=True, timeout=120)
+
+
+def add_images(cluster: Cluster, place: Path) -> None:
+    """Give the cluster the image of the tests' sandboxes, and the one of the bundle."""
+    debian(place / "sandbox")
+    made = bundle.provide(str(place / "bundles"), remote=True)
+    shutil.copytree(made.path, place / "bundle" / BUNDLE.lstrip("/"), symlinks=True)
+    for folder, name in (("sandbox", IMAGE), ("bundle", BUNDLE_IMAGE)):
+        file = place / f"{folder}.tar"
+        archive(place / folder, file, name)
+        cluster.add_image(file)
+        file.unlink()
 
 
 class Ground:
