@@ -501,6 +501,41 @@ class RouterSettings(_Group):
     wait_s: float = Field(default=10.0, gt=0, le=600, description="most seconds that a call waits for a sandbox")
 
 
+class SpiffeSettings(_Group):
+    """SPIFFE IDs of servers and sandboxes, and mutual TLS by them."""
+
+    source: Literal["none", "carrel", "spire"] = Field(
+        default="none",
+        description="where this server gets its SVID: `carrel` is carrel's own certificate authority, whose key comes "
+        "from `secret_key`; `spire` is the SPIRE agent of this machine. With either, servers forward requests with "
+        "mutual TLS only. `none`: servers have no SPIFFE IDs, and sandboxes on other machines cannot be reached",
+    )
+    trust_domain: str = Field(
+        default="carrel.internal",
+        pattern=r"^[a-z0-9._-]{1,255}$",
+        description="the trust domain; the same for all servers on one database, and that of SPIRE",
+    )
+    agent_socket: str = Field(
+        default="/tmp/spire-agent/public/api.sock",
+        pattern=r"^/[^\x00]{1,106}$",
+        description="the socket of the SPIRE agent's Workload API, for `spire`",
+    )
+    lifetime_s: float = Field(
+        default=3600.0,
+        ge=2,
+        le=86_400,
+        description="seconds that an SVID of carrel's own authority is valid; it is renewed after half of them. A "
+        "sandbox on another machine is lost if no server renews its SVID in time",
+    )
+    listen: str | None = Field(
+        default=None,
+        max_length=255,
+        pattern=r"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$",
+        description="where this server listens for other servers with mutual TLS, as `host:port`; by default `host` "
+        "and a free port",
+    )
+
+
 class Settings(_Group):
     """The settings of a server."""
 
@@ -562,9 +597,9 @@ class Settings(_Group):
     node_url: str | None = Field(
         default=None,
         max_length=255,
-        pattern=r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$",
-        description="where the other servers on the database reach this one, such as `http://10.0.0.5:7070`; by "
-        "default the address that it listens on",
+        pattern=r"^(https?|https\+spiffe)://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$",
+        description="where the other servers on the database reach this one, such as `http://10.0.0.5:7070`; with "
+        "SPIFFE IDs such as `https+spiffe://10.0.0.5:7071`. By default the address that it listens on",
     )
     lease_s: float = Field(
         default=30.0, ge=1, le=3600, description="seconds without a sign of life until a server loses its sessions"
@@ -604,6 +639,7 @@ class Settings(_Group):
     router: RouterSettings = Field(default_factory=RouterSettings)
     mcp: McpSettings = Field(default_factory=McpSettings)
     checkpoints: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    spiffe: SpiffeSettings = Field(default_factory=SpiffeSettings)
 
     @field_validator("bus")
     @classmethod

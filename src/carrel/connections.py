@@ -23,6 +23,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from uvicorn.server import ServerState
 
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, TooLarge
+from carrel.primitives.spiffe import SpiffeId, require_peer
 
 log = logging.getLogger("carrel.connections")
 
@@ -71,6 +72,8 @@ class OpenConnection:
         self.answering = False
         """Whether a complete request waits for its response."""
         self.peer = _peer(transport)
+        self.node: str | None = None
+        """The server at the other end, if it was verified by its SPIFFE ID."""
 
     def authenticated(self) -> None:
         """Record that the caller has sent a valid token: the connection lasts until one side closes it, or the
@@ -204,6 +207,12 @@ class Connections:
         self._forget_unknown(connection)
         self._known.discard(connection)
         self._idle.pop(connection, None)
+
+    def close_of(self, nodes: frozenset[str]) -> None:
+        """Close the connections of these servers."""
+        for each in [*self._unknown, *self._known]:
+            if each.node in nodes:
+                each.abort()
 
     def _forget_unknown(self, connection: OpenConnection) -> bool:
         if connection not in self._unknown:
@@ -423,6 +432,44 @@ class HttpProtocol(HttpToolsProtocol):
             b"content-length: %d\r\n\r\n%s" % (len(body), body)
         )
         self.transport.close()
+
+
+class NodeProtocol(HttpProtocol):
+    """The connection of another server, which is verified by its SPIFFE ID."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        accepts: Callable[[SpiffeId], bool],
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+    ):
+        super().__init__(connections, config, server_state, app_state)
+        self._accepts = accepts
+        self._accepted = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Look at the server before anything that it sends."""
+        try:
+            peer = require_peer(transport, self._accepts)
+        except PermissionError as error:
+            log.warning("a connection for servers is refused: %s", error)
+            return
+        self._accepted = True
+        super().connection_made(transport)
+        if self._connection is not None:
+            self._connection.node = peer.node_name
+
+    def data_received(self, data: bytes) -> None:
+        """Read nothing of a server that is not accepted."""
+        if self._accepted:
+            super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it."""
+        if self._accepted:
+            super().connection_lost(exc)
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):

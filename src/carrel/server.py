@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -32,6 +32,7 @@ from carrel.config import Settings, load
 from carrel.control.host import HostParts, microvm_options
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.models import HostReport
+from carrel.primitives import tasks
 from carrel.primitives.atomic import write_file
 from carrel.primitives.imports import importing
 from carrel.providers import open_providers
@@ -43,6 +44,8 @@ from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes.doctor import disk_quota, retention
 
 if TYPE_CHECKING:
+    from carrel.api.serving import HttpServer
+    from carrel.connections import Connections
     from carrel.control.plane import ControlPlane
     from carrel.control.secrets.rekeying import Rekeyed
 
@@ -139,16 +142,16 @@ def _locked(data_dir: str) -> Iterator[None]:
         os.close(fd)
 
 
-def _bind(settings: Settings) -> socket.socket:
+def _bind(host: str, port: int, host_field: str, port_field: str) -> socket.socket:
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, proto)
     except (OSError, UnicodeError) as error:
         raise InvalidRequest(
-            f"cannot listen on '{settings.host}': {error}",
-            field="host",
+            f"cannot listen on '{host}': {error}",
+            field=host_field,
             hint="use an address of this machine",
         ) from None
     try:
@@ -156,14 +159,22 @@ def _bind(settings: Settings) -> socket.socket:
         listener.bind(address)
         listener.listen(2048)
         listener.setblocking(False)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         listener.close()
         raise PlatformError(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}",
-            field="port",
+            f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}",
+            field=port_field,
             hint="another program may use it; --port 0 picks a free one",
         ) from None
     return listener
+
+
+def _bind_for_nodes(settings: Settings) -> socket.socket | None:
+    """Listen for other servers; None where they have no SPIFFE IDs, and for a server that is alone on its database."""
+    if settings.spiffe.source == "none" or settings.database is None:
+        return None
+    host, _, port = (settings.spiffe.listen or f"{settings.host}:0").rpartition(":")
+    return _bind(host.strip("[]"), int(port), "spiffe.listen", "spiffe.listen")
 
 
 def _urls(listener: socket.socket) -> tuple[str, str]:
@@ -181,12 +192,31 @@ def _hosts(settings: Settings) -> frozenset[str] | None:
     return _LOOPBACK | {settings.host.lower()} | (frozenset() if named is None else {named})
 
 
-def _node_url(listener: socket.socket) -> str:
+def _node_url(listener: socket.socket, for_nodes: socket.socket | None) -> str:
     """Return where other servers reach this one, unless the operator says it."""
-    from carrel.control.nodes.registry import default_url
+    from carrel.control.nodes.registry import SPIFFE_SCHEME, default_url
 
-    host, port = listener.getsockname()[:2]
-    return default_url(host, port)
+    host, port = (for_nodes or listener).getsockname()[:2]
+    return default_url(host, port, "http" if for_nodes is None else SPIFFE_SCHEME)
+
+
+@asynccontextmanager
+async def _accepting_nodes(
+    plane: ControlPlane, server: HttpServer, connections: Connections, listener: socket.socket | None
+) -> AsyncIterator[None]:
+    """Accept connections of other servers, verified by their SPIFFE IDs, while the block runs."""
+    if listener is None or plane.identities is None:
+        yield
+        return
+    from carrel.primitives.tls_listener import TlsListener
+
+    plane.nodes.on_revoked.append(connections.close_of)
+    accepting = TlsListener(listener, plane.identities.node.server_context, server.node_protocol(plane.nodes.accepts))
+    task = asyncio.ensure_future(accepting.run())
+    try:
+        yield
+    finally:
+        await tasks.cancel((task,))
 
 
 def _http_url(host: str, port: int) -> str:
@@ -212,7 +242,11 @@ async def running(
 ) -> AsyncIterator[RunningServer]:
     """Run a server in the current event loop until the block ends. `port=0` picks a free port."""
     await asyncio.to_thread(Layout(settings.data_dir).prepare)
-    with _locked(settings.data_dir), closing(_bind(settings)) as listener:
+    with ExitStack() as held:
+        held.enter_context(_locked(settings.data_dir))
+        listener = held.enter_context(closing(_bind(settings.host, settings.port, "host", "port")))
+        if (for_nodes := _bind_for_nodes(settings)) is not None:
+            held.enter_context(closing(for_nodes))
         token, token_is_new = _token(settings)
         loop = asyncio.get_running_loop()
         host = await HostParts.open(settings, providers)  # its processes start while the rest is imported
@@ -229,7 +263,8 @@ async def running(
         try:
             hosts = _hosts(settings)
             app = create_app(plane, authenticated=token is not None, hosts=hosts, version=carrel.__version__)
-            server = HttpServer(app, Connections(connections_allowed()))
+            connections = Connections(connections_allowed())
+            server = HttpServer(app, connections)
             if token is not None:
                 await _store_agent_token(settings, plane)
         except BaseException:
@@ -245,9 +280,10 @@ async def running(
                 await asyncio.sleep(0.005)
             url, listens_on = _urls(listener)
             shown = {"url": url, "pid": os.getpid(), "folder_roots": settings.sandbox.folder_root_paths}
-            await plane.nodes.join(settings.node_url or _node_url(listener), carrel.__version__)
-            write_file(record, (json.dumps(shown) + "\n").encode())
-            yield RunningServer(url, listens_on, token, token_is_new, settings.data_dir, plane)
+            async with _accepting_nodes(plane, server, connections, for_nodes):
+                await plane.nodes.join(settings.node_url or _node_url(listener, for_nodes), carrel.__version__)
+                write_file(record, (json.dumps(shown) + "\n").encode())
+                yield RunningServer(url, listens_on, token, token_is_new, settings.data_dir, plane)
         finally:
             with suppress(OSError):
                 os.unlink(record)
@@ -361,7 +397,9 @@ async def _serve(settings: Settings, users: Path | None, starting: Sequence[int]
             from carrel.api.app import resources
 
             await asyncio.to_thread(resources)  # no request has to wait for it
-        await stop.wait()
+        ends = [asyncio.ensure_future(each.wait()) for each in (stop, server.plane.nodes.expelled)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        await tasks.cancel(ends)
         log.info("shutting down")
 
 

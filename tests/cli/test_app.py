@@ -39,7 +39,6 @@ def test_the_commands_are_these() -> None:
         "logs",
         "ls",
         "mcp",
-        "nodes",
         "ps",
         "python",
         "restore",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.remote_provider import POOL, TRUST_DOMAIN, Identities, RemoteProvider, identities
+from tests.support.remote_provider import POOL, TRUST_DOMAIN, RemoteProvider, identities
 from tests.support.servers import ROOT as AS_ROOT
 
 from carrel.control.supervisor.connection import SupervisorConnection
@@ -29,6 +29,7 @@ from carrel.providers import Handle, Launch
 from carrel.providers.links import RemoteAddress, RemoteLink
 from carrel.providers.remote import give_facts
 from carrel.spiffe.authority import CertificateAuthority
+from carrel.spiffe.identities import Identities
 from carrel.testing import CHECKS, Check, Harness, Running, run_check, workspaces_in
 
 pytestmark = pytest.mark.skipif(not AS_ROOT, reason="the provider of this test needs root")
@@ -117,7 +118,7 @@ def without_certificate(known: Identities) -> ssl.SSLContext:
 
 
 def only_old_tls(known: Identities) -> ssl.SSLContext:
-    context = client_context(known.node.credentials)
+    context = client_context(known.node.svid)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.maximum_version = ssl.TLSVersion.TLSv1_2
     return context
@@ -233,7 +234,7 @@ IMPOSTORS: dict[str, Callable[[Identities], Svid]] = {
     ),
     "expired": lambda known: known.authority.issue(SpiffeId.sandbox(TRUST_DOMAIN, "mine"), 60, now=NOW - 120),
     "another sandbox": lambda known: known.sandboxes.for_sandbox("other"),
-    "a server": lambda known: known.node.credentials,
+    "a server": lambda known: known.node.svid,
     "a slot": lambda known: known.sandboxes.for_slot(POOL),
 }
 

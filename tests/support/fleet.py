@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import asyncpg
 import httpx
 from tests.support.fork_server import Forked, start
 
@@ -86,6 +87,24 @@ class Fleet:
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text(errors="replace")
+
+    def setting(self, name: str) -> str:
+        """A setting that all servers have."""
+        return self._environment[name]
+
+    async def boot(self, name: str) -> str:
+        """The process of a server, as the others know it."""
+        return str(await self._fetch("SELECT boot FROM nodes WHERE name = $1", name))
+
+    async def _fetch(self, query: str, *values: object) -> object:
+        connection = await asyncpg.connect(self.setting("CARREL_DATABASE"))
+        try:
+            return await connection.fetchval(query, *values)
+        finally:
+            await connection.close()
+
+    def running(self, name: str) -> bool:
+        return self._processes[name].poll() is None
 
     def pid(self, name: str) -> int:
         return self._processes[name].pid

@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from carrel.errors import PlatformError
@@ -31,6 +30,7 @@ from carrel.providers.control_directory import facts_of
 from carrel.providers.links import RemoteAddress, RemoteLink, SupervisorLink
 from carrel.providers.remote import give_facts
 from carrel.spiffe.authority import CertificateAuthority
+from carrel.spiffe.identities import Identities
 from carrel.spiffe.identity import NodeIdentity, OwnSource
 from carrel.spiffe.sandboxes import SandboxIdentities
 
@@ -49,19 +49,10 @@ _PROMISED = frozenset(
 _OPTIONAL = ("/etc/passwd", "/etc/group", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs")
 
 
-@dataclass(frozen=True)
-class Identities:
-    """An authority, the identity of one server, and those of its sandboxes."""
-
-    authority: CertificateAuthority
-    node: NodeIdentity
-    sandboxes: SandboxIdentities
-
-
 def identities(
     *, name: str = "one", seed: bytes = b"s" * 32, trust_domain: str = TRUST_DOMAIN, lifetime_s: float = 3600
 ) -> Identities:
-    """Return a server's identities."""
+    """Return a server's identities. The SVID of the server is not renewed."""
     authority = CertificateAuthority(seed, trust_domain)
     id = SpiffeId.node(trust_domain, name)
     node = NodeIdentity(id, OwnSource(authority, id, lifetime_s), authority.issue(id, lifetime_s))

@@ -52,7 +52,13 @@ def create_app(
     forwarding = None
     if plane.nodes.shared:
         forwarding = Forwarding(
-            plane.routing, plane.passes, plane.live, plane.tokens, plane.metrics, authenticated=authenticated
+            plane.routing,
+            plane.passes,
+            plane.live,
+            plane.tokens,
+            plane.metrics,
+            authenticated=authenticated,
+            verified=plane.identities is not None,
         )
     return Gate(
         routes(plane, version),

@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from carrel.api.problems import MOVED_HEADER
 from carrel.api.socket_relay import SocketRelay, with_first_message
+from carrel.connections import of_scope
 from carrel.control.http_wire import MAX_PROBLEM, HttpWire
 from carrel.control.nodes.passes import (
     ADMINISTRATOR,
@@ -160,7 +161,10 @@ class Forwarding:
         metrics: Metrics,
         *,
         authenticated: bool,
+        verified: bool,
     ):
+        """`verified`: servers have SPIFFE IDs."""
+        self._verified = verified
         self._metrics = metrics
         self._routing = routing
         self._passes = passes
@@ -186,6 +190,15 @@ class Forwarding:
         """Return the caller of a forwarded request; `Unauthorized`."""
         request = Forwardable(scope.get("method", "GET"), _target_of(scope), kept_headers(scope["headers"]), "")
         passed = self._passes.check(value, request)
+        connection = of_scope(scope)
+        if self._verified and (connection is None or connection.node != passed.sender):
+            raise Unauthorized(
+                "requests are forwarded with mutual TLS only, by the server that signs the pass",
+                field="Carrel-Forwarded",
+                hint="give all servers of the database the same CARREL_SPIFFE_SOURCE",
+            )
+        if self._verified:
+            await self._routing.require_member(passed.sender)
         if passed.caller == ANYONE:
             if self._authenticated:
                 raise Unauthorized(

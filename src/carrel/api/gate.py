@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from carrel.api.forwarding import PASS, Forwarding
 from carrel.api.parts import CALLER
 from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode, headers_of
-from carrel.connections import mark_authenticated, replay
+from carrel.connections import mark_authenticated, of_scope, replay
 from carrel.control.governance.open_requests import OpenRequest, OpenRequests
 from carrel.control.nodes.passes import HEADER, require_body, require_length
 from carrel.control.operations.caller import Caller
@@ -122,7 +122,7 @@ class Gate:
 
         try:
             headers = {name: value for name, value in scope["headers"] if name in _WANTED}
-            self._admit(headers)
+            self._admit(scope, headers)
             identity = await self._identify(scope, headers)
             opened = self._requests.open(identity)
             caller = scope[CALLER] = _caller(identity, headers)
@@ -198,8 +198,9 @@ class Gate:
         except CarrelError:
             return type(error).__name__
 
-    def _admit(self, headers: dict[bytes, bytes]) -> None:
-        if self._hosts is not None:
+    def _admit(self, scope: Scope, headers: dict[bytes, bytes]) -> None:
+        connection = of_scope(scope)
+        if self._hosts is not None and (connection is None or connection.node is None):
             # DNS rebinding: a page of another site still sends the name of that site.
             if _host_of(headers.get(b"host", b"")) not in self._hosts:
                 raise InvalidRequest(
@@ -214,6 +215,13 @@ class Gate:
     async def _identify(self, scope: Scope, headers: dict[bytes, bytes]) -> Identity:
         if HEADER in headers:
             return await self._forwarded(scope, headers)
+        connection = of_scope(scope)
+        if connection is not None and connection.node is not None:
+            raise Unauthorized(
+                "this port takes requests that other servers forward, and no others",
+                field="Carrel-Forwarded",
+                hint="ask the server at its address for clients",
+            )
         if self._tokens is None:
             mark_authenticated(scope)
             return ROOT

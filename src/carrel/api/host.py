@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from carrel.api.guard import GuardedRouter
-from carrel.api.parts import Plane, as_json, plane_of
+from carrel.api.parameters import Path
+from carrel.api.parts import Plane, Who, as_json, plane_of
 from carrel.models import Answer, DiskUsage, HostReport, NodeList
-from carrel.models.operations import GET_DISK_USAGE, GET_HOST, HEALTHZ, LIST_NODES, READYZ
+from carrel.models.operations import GET_DISK_USAGE, GET_HOST, HEALTHZ, LIST_NODES, READMIT_NODE, READYZ, REVOKE_NODE
 
 router = GuardedRouter(tags=["host"])
+
+NodeName = Annotated[str, Path(alias="node", max_length=128, description="the name of a server")]
 
 
 class Status(Answer):
@@ -36,6 +41,24 @@ async def get_disk_usage(plane: Plane) -> Response:
 @router.operation(LIST_NODES, "The servers on the database", NodeList)
 async def list_nodes(plane: Plane) -> Response:
     """By name. A server that is silent is listed as `gone` for a day. Needs a token that reaches every context."""
+    return as_json(NodeList(items=await plane.nodes.page()))
+
+
+@router.operation(REVOKE_NODE, "Revoke the SPIFFE ID of a server", NodeList, 404, 422)
+async def revoke_node(node: NodeName, plane: Plane, caller: Who) -> Response:
+    """No server sends it requests or takes any from it, within seconds, and it ends when it learns of it. Its sessions
+    are taken over by the others. It still has the key of the secrets and the password of the database: change both.
+    """
+    async with plane.operations.admit(caller, REVOKE_NODE, {"name": node}):
+        await plane.nodes.revoke(node)
+    return as_json(NodeList(items=await plane.nodes.page()))
+
+
+@router.operation(READMIT_NODE, "Undo the revocation of a server", NodeList, 404, 422)
+async def readmit_node(node: NodeName, plane: Plane, caller: Who) -> Response:
+    """It may be started again under its name."""
+    async with plane.operations.admit(caller, READMIT_NODE, {"name": node}):
+        await plane.nodes.readmit(node)
     return as_json(NodeList(items=await plane.nodes.page()))
 
 

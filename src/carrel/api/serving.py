@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from carrel.connections import Connections, http_protocol
+from carrel.connections import Connections, NodeProtocol, http_protocol
+from carrel.primitives.spiffe import SpiffeId
 
 _GRACE_S = 5
 
@@ -37,7 +38,12 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=_GRACE_S,
             )
         )
+        self._connections = connections
         self._ending = asyncio.Event()
+
+    def node_protocol(self, accepts: Callable[[SpiffeId], bool]) -> Callable[[], asyncio.Protocol]:
+        """Return a factory of protocols for connections of other servers, which ends with this server."""
+        return lambda: NodeProtocol(self._connections, accepts, self.config, self.server_state, {})
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

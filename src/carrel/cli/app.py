@@ -10,7 +10,7 @@ import typer
 _COMMANDS = {
     "serve": ("Server", "server.serve"),
     "doctor": ("Server", "server.doctor"),
-    "nodes": ("Server", "nodes.nodes"),
+    "nodes": ("Server", "nodes.app"),
     "bundle": ("Server", "server.bundle"),
     "version": ("Server", "server.version"),
     "agent": ("Server", "agent.agent"),

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from carrel.config import ImageSettings, MicrovmSettings, Settings
 from carrel.errors import CarrelError
@@ -27,6 +28,9 @@ from carrel.workspaces.environments import EnvironmentStorage
 from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes import VolumeDriver, open_driver
 
+if TYPE_CHECKING:
+    from carrel.spiffe.identities import Identities
+
 log = logging.getLogger("carrel.control")
 
 
@@ -41,6 +45,7 @@ class HostParts:
         images: ImageStorage,
         providers: Mapping[str, Provider],
         registry: str,
+        identities: Identities | None,
     ):
         self.layout = layout
         self.driver = driver
@@ -48,6 +53,7 @@ class HostParts:
         self.images = images
         self.providers = dict(providers)
         self._registry = registry
+        self.identities = identities
         self._warming = asyncio.ensure_future(
             asyncio.gather(*(each.warm() for each in providers.values() if not each.unsafe))
         )
@@ -63,7 +69,9 @@ class HostParts:
         images = await asyncio.to_thread(_open_images, settings.images, directory)
         sizes = {"pool_bytes": settings.volumes_mb << 20, "pool_max_bytes": settings.volumes_max_mb << 20}
         driver = await asyncio.to_thread(lambda: open_driver(layout.storage, settings.volumes, **sizes))
+        identities: Identities | None = None
         try:
+            identities = await _open_identities(settings, layout)
             if providers is None:
                 shared = {ENVIRONMENTS: storage.path, **await asyncio.to_thread(shared_tools)}
                 providers = open_providers(
@@ -78,9 +86,12 @@ class HostParts:
                     gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
                     third_party=settings.sandbox.third_party_names,
                     microvm=microvm_options(settings.microvm),
+                    identities=None if identities is None else identities.sandboxes,
                 )
-            return cls(layout, driver, storage, images, providers, settings.images.registry)
+            return cls(layout, driver, storage, images, providers, settings.images.registry, identities)
         except BaseException:
+            if identities is not None:
+                await identities.close()
             await asyncio.to_thread(driver.close)
             raise
 
@@ -101,11 +112,32 @@ class HostParts:
                 await provider.close()
             except Exception:
                 log.exception("provider %s could not be closed", provider.name)
+        if self.identities is not None:
+            await self.identities.close()
         self.storage.close()
         try:
             await asyncio.to_thread(self.driver.close)
         except CarrelError:
             log.exception("the volumes could not be closed")
+
+
+async def _open_identities(settings: Settings, layout: Layout) -> Identities | None:
+    """Get this server's identity; None where servers have none."""
+    given = settings.spiffe
+    if given.source == "none":
+        return None
+    from carrel.secrets import Vault
+    from carrel.spiffe.identities import Identities
+
+    vault = await asyncio.to_thread(Vault.open, layout.data_dir, settings.secret_key)
+    return await Identities.open(
+        given.source,
+        seed=vault.derived("certificate authority"),
+        node=settings.node or layout.node(),
+        trust_domain=given.trust_domain,
+        lifetime_s=given.lifetime_s,
+        agent_socket=given.agent_socket,
+    )
 
 
 def _open_images(settings: ImageSettings, directory: str) -> ImageStorage:

@@ -182,8 +182,10 @@ class ControlPlane:
             capacity=settings.max_sandboxes,
             lease_s=settings.lease_s,
             shared=settings.database is not None,
+            identity=None if host.identities is None else host.identities.node,
         )
-        self.peers = Peers(nodes)
+        self.identities = host.identities
+        self.peers = Peers(nodes, None if host.identities is None else host.identities.node)
         self.passes = Passes(vault.derived("forwarding"), node, nodes.me.boot, nodes.now)
 
         # admission

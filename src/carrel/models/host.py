@@ -75,14 +75,18 @@ class NodeInfo(Answer):
     name: str
     url: str | None = Field(description="where other servers reach it")
     version: str
-    state: Literal["running", "unreachable", "gone"] = Field(
+    state: Literal["running", "unreachable", "gone", "revoked"] = Field(
         description="`unreachable`: it runs, but requests cannot be forwarded to it; `notice` says why. `gone`: it "
-        "gave no sign of life for its lease"
+        "gave no sign of life for its lease. `revoked`: its SPIFFE ID is refused"
     )
     here: bool = Field(description="whether it is the server that answers")
     sandboxes: int = Field(description="sandboxes that run")
     capacity: int = Field(description="sandboxes that may run at once")
     providers: list[str]
+    spiffe_id: str | None = Field(default=None, description="the ID that its certificate must have")
+    svid_expires_at: datetime | None = Field(
+        default=None, description="until when its certificate is valid, of the server that answers"
+    )
     started_at: datetime
     seen_at: datetime = Field(description="its last sign of life, by the clock of the database")
     notice: str | None = None

@@ -452,6 +452,8 @@ FORGET_CONTEXT = _row("forget_context", "session", ADMINISTER, f"DELETE {_CONTEX
 # the server
 GET_HOST = _row("get_host", None, READ, "GET /v1/host", context_from="listed")
 LIST_NODES = _row("list_nodes", None, READ, "GET /v1/nodes")
+REVOKE_NODE = _row("revoke_node", "session", ADMINISTER, "POST /v1/nodes/{node}/revoke", of_server=True)
+READMIT_NODE = _row("readmit_node", "session", ADMINISTER, "POST /v1/nodes/{node}/readmit", of_server=True)
 GET_METRICS = _row("get_metrics", None, READ, "GET /metrics")
 HEALTHZ = _row("healthz", None, READ, "GET /healthz", context_from="listed")
 READYZ = _row("readyz", None, READ, "GET /readyz", context_from="listed")

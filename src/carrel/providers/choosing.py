@@ -35,9 +35,9 @@ def open_providers(
     gvisor: GvisorOptions | None = None,
     microvm: MicrovmOptions | None = None,
     kubernetes: KubernetesOptions | None = None,
-    identities: SandboxIdentities | None = None,
     bundles: str = "",
     third_party: Sequence[str] | None = None,
+    identities: SandboxIdentities | None = None,
 ) -> dict[str, Provider]:
     """Return the providers of this host, strongest first, and of those with one level the quickest; the process
     provider only if the operator allows it, gVisor, virtual machines and a cluster only with their options. Those of
@@ -47,7 +47,7 @@ def open_providers(
     client, with the same paths, whose namespace zygote is being started already. Folders below `folder_roots` can be
     workspaces. The roots of images are below the directory `images`; without it, no sandbox runs from an image.
     `docker` is the socket of a Docker daemon, `bundles` the directory for the supervisor's bundle; without it, no
-    sandbox is a container. `identities` are those of sandboxes on other machines; without them, none can be started.
+    sandbox is a container. `identities` gives SPIFFE IDs to sandboxes on other machines; without them, none is a pod.
     """
     providers: list[Provider] = []
     cluster: list[Provider] = []
@@ -77,7 +77,9 @@ def open_providers(
     if third_party is not None:
         from carrel.providers.third_party import open_third_party
 
-        providers += open_third_party(run_dir, third_party, shared=shared, images=images, bundles=bundles)
+        providers += open_third_party(
+            run_dir, third_party, shared=shared, images=images, bundles=bundles, identities=identities
+        )
     return {provider.name: provider for provider in providers}
 
 

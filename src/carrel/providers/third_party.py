@@ -14,10 +14,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
 from carrel.errors import ProviderUnavailable
 from carrel.providers.base import Capability, Handle, Launch, Provider
 from carrel.providers.built_in import BUILT_IN, LEVELS
+
+if TYPE_CHECKING:
+    from carrel.spiffe.sandboxes import SandboxIdentities
 
 log = logging.getLogger("carrel.providers")
 
@@ -35,7 +39,8 @@ class ProviderContext:
     maps paths in every isolated sandbox to what is mounted there from the host. `images` is the directory with the
     roots of images, `bundles` the directory for the supervisor's bundle; either may be empty, and then no sandbox needs
     it. `settings` has the variables `CARREL_PROVIDER_NAME_…` of the server's environment, without that prefix and in
-    lower case.
+    lower case. `identities` gives SPIFFE IDs to sandboxes that are reached over a network (see
+    `carrel.providers.remote`); None if the operator has not set `spiffe.source`.
     """
 
     run_dir: str
@@ -43,6 +48,7 @@ class ProviderContext:
     images: str
     bundles: str
     settings: Mapping[str, str]
+    identities: SandboxIdentities | None = None
 
 
 Factory = Callable[[ProviderContext], Provider]
@@ -76,7 +82,13 @@ class Unusable(Provider):
 
 
 def open_third_party(
-    run_dir: str, listed: Sequence[str], *, shared: Mapping[str, str], images: str, bundles: str
+    run_dir: str,
+    listed: Sequence[str],
+    *,
+    shared: Mapping[str, str],
+    images: str,
+    bundles: str,
+    identities: SandboxIdentities | None = None,
 ) -> list[Provider]:
     """Return the providers of other packages, and an `Unusable` for each that is refused or listed in vain."""
     found = list(entry_points(group=GROUP))
@@ -84,7 +96,7 @@ def open_third_party(
     providers: list[Provider] = []
     for each in found:
         own_dir = os.path.join(run_dir, f"provider-{each.name}")
-        context = ProviderContext(own_dir, dict(shared), images, bundles, _settings(each.name))
+        context = ProviderContext(own_dir, dict(shared), images, bundles, _settings(each.name), identities)
         provider, reason = _load(each, context, times[each.name])
         if provider is None:
             log.error("the provider '%s' of %s is refused: %s", each.name, origin(each), reason)

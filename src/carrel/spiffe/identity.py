@@ -1,4 +1,4 @@
-"""The identity of this server: current credentials, TLS contexts made of them, and renewal well before they expire.
+"""The identity of this server: its current SVID, TLS contexts made of them, and renewal well before they expire.
 
 Where they come from is a `Source`. Knows no other server.
 """
@@ -9,8 +9,6 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
 from typing import Protocol
 
 from carrel.errors import CarrelError, PlatformError
@@ -23,20 +21,19 @@ log = logging.getLogger("carrel.spiffe")
 RENEWED_AFTER = 0.5
 """The part of its life after which an SVID is renewed: the other half is for attempts that fail."""
 MOST_PAUSE_S, LEAST_PAUSE_S = 30.0, 0.2
+"""The bounds of the pause after a renewal that failed."""
 _PARTS = 10
 """A failed renewal is tried again after this part of the life that is left."""
 
 
 class Source(Protocol):
-    """Gives this server credentials."""
+    """Gives this server its SVIDs."""
 
     async def fetch(self) -> Svid:
-        """Return credentials of the ID that this server has. Raises `CarrelError`."""
+        """Return the SVID that this server has now. Raises `CarrelError`."""
 
-    def changed(self) -> Coroutine[None, None, None]:
-        """Return when credentials other than the last ones should be fetched, before they are due: a source may have a
-        new bundle.
-        """
+    async def later(self, svid: Svid) -> Svid:
+        """Wait until there is another one than this, well before it expires, and return it. Raises `CarrelError`."""
 
     async def close(self) -> None:
         """Release what it has."""
@@ -54,41 +51,50 @@ class OwnSource:
         """See `Source`."""
         return self._authority.issue(self._id, self._lifetime_s)
 
-    async def changed(self) -> None:
+    async def later(self, svid: Svid) -> Svid:
         """See `Source`."""
-        await asyncio.Event().wait()
+        due = svid.issued_at + (svid.expires_at - svid.issued_at) * RENEWED_AFTER - time.time()
+        await asyncio.sleep(max(LEAST_PAUSE_S, due))
+        return self._authority.issue(self._id, self._lifetime_s)
 
     async def close(self) -> None:
         """See `Source`."""
 
 
 class NodeIdentity:
-    """The identity of this server. It is renewed until `keep` ends or `revoke` is called."""
+    """The identity of this server. It is renewed until it is closed or revoked."""
 
     def __init__(self, id: SpiffeId, source: Source, first: Svid):
         self.id = id
         self._source = source
         self._revoked = False
+        self._renewing: asyncio.Future[None] | None = None
         self.take(first)
 
     @classmethod
     async def open(cls, id: SpiffeId, source: Source) -> NodeIdentity:
-        """Fetch the first credentials. Raises `CarrelError`: nothing goes on without."""
-        return cls(id, source, await source.fetch())
+        """Fetch the first SVID, and renew it from now on. Raises `CarrelError`: nothing goes on without."""
+        try:
+            opened = cls(id, source, await source.fetch())
+        except BaseException:
+            await source.close()
+            raise
+        opened._renewing = asyncio.ensure_future(opened._renew())
+        return opened
 
-    def take(self, credentials: Svid) -> None:
-        """Use other credentials from now on. Raises `PlatformError` if they are not of this server."""
-        if credentials.id != str(self.id):
+    def take(self, svid: Svid) -> None:
+        """Use another SVID for new connections. Raises `PlatformError` if they are not of this server."""
+        if svid.id != str(self.id):
             raise PlatformError(
-                f"this server got the identity {credentials.id}, and should be {self.id}",
-                field="identity",
-                hint="correct the registration entry in SPIRE, CARREL_NODE or CARREL_IDENTITY_TRUST_DOMAIN",
+                f"this server got the identity {svid.id}, and should be {self.id}",
+                field="spiffe.source",
+                hint="correct the registration entry in SPIRE, CARREL_NODE or CARREL_SPIFFE_TRUST_DOMAIN",
             )
         try:
-            self._client, self._server = client_context(credentials), server_context(credentials)
+            self._client, self._server = client_context(svid), server_context(svid)
         except ValueError as error:
-            raise PlatformError(str(error), field="identity") from None
-        self.credentials = credentials
+            raise PlatformError(str(error), field="spiffe.source") from None
+        self.svid = svid
 
     def client_context(self) -> ssl.SSLContext:
         """Return the context for connections to others."""
@@ -110,37 +116,20 @@ class NodeIdentity:
     @property
     def expires_in_s(self) -> float:
         """The seconds until it expires; negative afterwards."""
-        return self.credentials.expires_at - time.time()
+        return self.svid.expires_at - time.time()
 
-    @asynccontextmanager
-    async def keep(self) -> AsyncIterator[None]:
-        """Renew it while the block runs."""
-        task = asyncio.ensure_future(self._renew())
-        try:
-            yield
-        finally:
-            await tasks.cancel((task,))
-            await self._source.close()
+    async def close(self) -> None:
+        """Renew it no more."""
+        await tasks.cancel((self._renewing,))
+        await self._source.close()
 
     async def _renew(self) -> None:
         while not self._revoked:
-            life = self.credentials.expires_at - self.credentials.issued_at
-            due = self.credentials.issued_at + life * RENEWED_AFTER - time.time()
-            await _first(self._source.changed(), max(LEAST_PAUSE_S, due))
-            while not self._revoked:
-                try:
-                    self.take(await self._source.fetch())
-                    break
-                except CarrelError as error:
-                    log.warning("the identity of this server could not be renewed: %s", error)
-                    pause = max(0.0, self.expires_in_s) / _PARTS
-                    await asyncio.sleep(min(MOST_PAUSE_S, max(LEAST_PAUSE_S, pause)))
-
-
-async def _first(changed: Coroutine[None, None, None], seconds: float) -> None:
-    """Wait for a change, or for some seconds."""
-    task = asyncio.ensure_future(changed)
-    try:
-        await asyncio.wait((task,), timeout=seconds)
-    finally:
-        await tasks.cancel((task,))
+            try:
+                svid = await self._source.later(self.svid)
+                if not self._revoked:
+                    self.take(svid)
+            except CarrelError as error:
+                log.warning("the SVID of this server could not be renewed: %s", error)
+                pause = max(0.0, self.expires_in_s) / _PARTS
+                await asyncio.sleep(min(MOST_PAUSE_S, max(LEAST_PAUSE_S, pause)))

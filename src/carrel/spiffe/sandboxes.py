@@ -45,12 +45,12 @@ class SandboxIdentities:
 
     def _issue(self, id: SpiffeId, lifetime_s: float) -> Svid:
         # The peers of a supervisor are servers, whose certificates may come from elsewhere.
-        return replace(self._authority.issue(id, lifetime_s), bundle=self._node.credentials.bundle)
+        return replace(self._authority.issue(id, lifetime_s), bundle=self._node.svid.bundle)
 
     def client_context(self) -> ssl.SSLContext:
         """Return the context for connections to supervisors: this server's SVID, and the authority of sandboxes."""
-        credentials = self._node.credentials
-        if self._context is None or self._made_of is not credentials:
-            self._context = client_context(replace(credentials, bundle=self._authority.bundle))
-            self._made_of = credentials
+        svid = self._node.svid
+        if self._context is None or self._made_of is not svid:
+            self._context = client_context(replace(svid, bundle=self._authority.bundle))
+            self._made_of = svid
         return self._context

@@ -10,7 +10,7 @@ from sqlalchemy.engine import Connection
 from carrel.models import State
 from carrel.store.clock import database_clock
 from carrel.store.database import Database
-from carrel.store.tables import nodes, sessions
+from carrel.store.tables import nodes, revoked_nodes, sessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +72,28 @@ class NodeStore:
             return now, [_record(dict(row), now) for row in rows]
 
         return await self._database.write(run)
+
+    async def revoked(self) -> frozenset[str]:
+        """Return the servers whose SPIFFE ID is revoked."""
+        return frozenset(await self._database.scalars(select(revoked_nodes.c.name)))
+
+    async def revoke(self, name: str) -> None:
+        """Revoke a server, and end its leases: the others take its sessions over."""
+
+        def run(connection: Connection) -> None:
+            now = float(connection.execute(select(database_clock())).scalar_one())
+            connection.execute(delete(revoked_nodes).where(revoked_nodes.c.name == name))
+            connection.execute(insert(revoked_nodes).values(name=name, at=now))
+            held = and_(sessions.c.lease_owner == name, sessions.c.lease_until > now)
+            connection.execute(update(sessions).where(held).values(lease_until=now))
+
+        await self._database.write(run)
+
+    async def readmit(self, name: str) -> bool:
+        """Undo the revocation of a server; False if it is not revoked."""
+        statement = delete(revoked_nodes).where(revoked_nodes.c.name == name).returning(revoked_nodes.c.name)
+        found = await self._database.write(lambda connection: connection.execute(statement).scalar_one_or_none())
+        return found is not None
 
     async def remove(self, name: str, boot: str) -> None:
         """Remove a server that ends."""

@@ -421,3 +421,9 @@ nodes = Table(
     Column("seen_at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
     Column("lease_s", Double, nullable=False, comment="seconds without a sign of life until it counts as gone"),
 )
+revoked_nodes = Table(
+    "revoked_nodes",
+    metadata,
+    Column("name", Words(128), primary_key=True),
+    Column("at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
+)

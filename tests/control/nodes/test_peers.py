@@ -47,7 +47,7 @@ async def test_connections_are_kept_and_counted(monkeypatch: pytest.MonkeyPatch)
         await serve(reader, writer)
 
     server = await asyncio.start_server(counted, "127.0.0.1", 0)
-    peer = Peer(record(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"))
+    peer = Peer(record(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"), None)
     assert [await ask(peer) for _ in range(5)] == [b"ok"] * 5
     assert came == 1
     monkeypatch.setattr("carrel.control.nodes.peers.IDLE_S", -1.0)
@@ -77,10 +77,10 @@ async def test_an_https_address_is_verified(tmp_path: Path, monkeypatch: pytest.
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
     url = f"https://localhost:{server.sockets[0].getsockname()[1]}"
     with pytest.raises(NotConnected):
-        await Peer(record(url)).wire()
+        await Peer(record(url), None).wire()
     trusting = ssl.create_default_context(cadata=certificate)
     monkeypatch.setattr(ssl, "create_default_context", lambda: trusting)
-    peer = Peer(record(url))
+    peer = Peer(record(url), None)
     assert await ask(peer) == b"ok"
     peer.close("ends")
     server.close()
@@ -90,4 +90,4 @@ async def test_an_https_address_is_verified(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize("url", ["", "ftp://x", "http://", "http://[", "http://x:99999", "unix:///x"])
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(PlatformError):
-        TcpLink.of(url)
+        TcpLink.of(url, "b", None)

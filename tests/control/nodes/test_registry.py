@@ -21,7 +21,15 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
 
 def node(database: Database, name: str, *, key: str = "key", lease_s: float = 30.0, shared: bool = True) -> Nodes:
     return Nodes(
-        NodeStore(database), LiveSandboxes(), {}, name=name, key_id=key, capacity=4, lease_s=lease_s, shared=shared
+        NodeStore(database),
+        LiveSandboxes(),
+        {},
+        name=name,
+        key_id=key,
+        capacity=4,
+        lease_s=lease_s,
+        shared=shared,
+        identity=None,
     )
 
 

@@ -227,6 +227,17 @@ class AsyncClient:
         """List the servers on the server's database, by name."""
         return (await self._connection.get(NodeList, "/v1/nodes")).items
 
+    async def revoke_node(self, name: str) -> list[NodeInfo]:
+        """Revoke the SPIFFE ID of a server: the others refuse it within seconds. For administrators.
+
+        await client.revoke_node("server-2")
+        """
+        return (await self._connection.post(NodeList, f"/v1/nodes/{quote(name, safe='')}/revoke")).items
+
+    async def readmit_node(self, name: str) -> list[NodeInfo]:
+        """Undo the revocation of a server. For administrators."""
+        return (await self._connection.post(NodeList, f"/v1/nodes/{quote(name, safe='')}/readmit")).items
+
     async def host(self) -> HostReport:
         """Report which isolation the server's host offers."""
         return await self._connection.get(HostReport, "/v1/host")

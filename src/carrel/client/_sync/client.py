@@ -226,6 +226,17 @@ class Client:
         """List the servers on the server's database, by name."""
         return (self._connection.get(NodeList, "/v1/nodes")).items
 
+    def revoke_node(self, name: str) -> list[NodeInfo]:
+        """Revoke the SPIFFE ID of a server: the others refuse it within seconds. For administrators.
+
+        client.revoke_node("server-2")
+        """
+        return (self._connection.post(NodeList, f"/v1/nodes/{quote(name, safe='')}/revoke")).items
+
+    def readmit_node(self, name: str) -> list[NodeInfo]:
+        """Undo the revocation of a server. For administrators."""
+        return (self._connection.post(NodeList, f"/v1/nodes/{quote(name, safe='')}/readmit")).items
+
     def host(self) -> HostReport:
         """Report which isolation the server's host offers."""
         return self._connection.get(HostReport, "/v1/host")

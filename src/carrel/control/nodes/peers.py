@@ -1,6 +1,7 @@
 """Connections to the other servers: one pool for each, with keep-alive. Knows no route and no caller.
 
-`NodeLink` is how a server is reached: over TCP, with TLS if its address begins with `https`.
+`NodeLink` is how a server is reached: over TCP, with TLS if its address begins with `https`. With `https+spiffe` its
+SPIFFE ID is verified, else the name of its host.
 """
 
 from __future__ import annotations
@@ -10,13 +11,16 @@ import socket
 import ssl
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from carrel.control.http_wire import HttpWire
-from carrel.control.nodes.registry import Nodes
+from carrel.control.nodes.registry import SPIFFE_SCHEME, Nodes
 from carrel.errors import LimitExceeded, NodeUnreachable, PlatformError
+from carrel.primitives.spiffe import SERVER_NAME, SpiffeId, connect, require_peer
+from carrel.spiffe.identity import NodeIdentity
 from carrel.store.nodes import NodeRecord
 
 if TYPE_CHECKING:
@@ -52,24 +56,34 @@ class NodeLink(Protocol):
 
 @dataclass(frozen=True)
 class TcpLink:
-    """A server at a host and port."""
+    """A server at a host and port. `id` is its SPIFFE ID; without one, its host is verified."""
 
     host: str
     port: int
-    tls: ssl.SSLContext | None
+    tls: Callable[[], ssl.SSLContext] | None
+    id: SpiffeId | None = None
 
     @classmethod
-    def of(cls, url: str) -> TcpLink:
-        """Read the address of a server; `PlatformError` when it is none."""
+    def of(cls, url: str, name: str, identity: NodeIdentity | None) -> TcpLink:
+        """Read the address of a server; `PlatformError` when it is none. `identity` is that of this server, if servers
+        have SPIFFE IDs.
+        """
+        schemes = {"http", "https"} if identity is None else {SPIFFE_SCHEME}
         try:
             parts = urlsplit(url)
-            host, port, known = parts.hostname, parts.port, parts.scheme in {"http", "https"}
+            host, port, known = parts.hostname, parts.port, parts.scheme in schemes
         except ValueError:
             host, port, known = None, None, False
         if host is None or not known:
             raise PlatformError(f"'{url[:200]}' is not the address of a server", field="node_url")
-        tls = ssl.create_default_context() if parts.scheme == "https" else None
-        return cls(host, port or (80 if tls is None else 443), tls)
+        if identity is not None:
+            if port is None:
+                raise PlatformError(f"the address '{url[:200]}' of a server has no port", field="node_url")
+            return cls(host, port, identity.client_context, SpiffeId.node(identity.id.trust_domain, name))
+        if parts.scheme == "http":
+            return cls(host, port or 80, None)
+        context = ssl.create_default_context()
+        return cls(host, port or 443, lambda: context)
 
     @property
     def authority(self) -> bytes:
@@ -80,12 +94,20 @@ class TcpLink:
         """See `NodeLink`."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
-            transport, _ = await loop.create_connection(protocol, self.host, self.port, ssl=self.tls)
+            tls = None if self.tls is None else self.tls()
+            if self.id is not None and tls is not None:
+                transport = await connect(protocol, self.host, self.port, tls, self._is_expected)
+            else:
+                transport, _ = await loop.create_connection(protocol, self.host, self.port, ssl=tls)
         _notice_loss(transport)
+
+    def _is_expected(self, peer: SpiffeId) -> bool:
+        return peer == self.id
 
     async def websocket(self, target: str, headers: list[tuple[str, str]], subprotocols: list[str]) -> ClientConnection:
         """See `NodeLink`. The answer may take as long as a person needs to decide; connecting may not."""
-        from websockets.asyncio.client import connect
+        from websockets.asyncio.client import ClientConnection as Connection
+        from websockets.asyncio.client import connect as dial
         from websockets.typing import Subprotocol
 
         loop = asyncio.get_running_loop()
@@ -100,11 +122,22 @@ class TcpLink:
                 connected.close()
                 raise
         scheme = "ws" if self.tls is None else "wss"
-        peer = await connect(
+        accepts = self._is_expected
+
+        class Verified(Connection):
+            """Sends nothing to a server with another ID."""
+
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                with suppress(PermissionError):  # it is aborted then
+                    require_peer(transport, accepts)
+                super().connection_made(transport)
+
+        peer = await dial(
             f"{scheme}://{self.authority.decode()}{target}",
             sock=connected,
-            ssl=self.tls,
-            server_hostname=None if self.tls is None else self.host,
+            ssl=None if self.tls is None else self.tls(),
+            server_hostname=None if self.tls is None else self.host if self.id is None else SERVER_NAME,
+            create_connection=Connection if self.id is None else Verified,
             additional_headers=headers,
             subprotocols=[Subprotocol(each) for each in subprotocols] or None,
             compression=None,
@@ -142,10 +175,10 @@ def unreachable(node: str, what: str, *, seconds: float = 1.0, hint: str | None 
 class Peer:
     """The connections to one process of one server."""
 
-    def __init__(self, record: NodeRecord):
+    def __init__(self, record: NodeRecord, identity: NodeIdentity | None):
         assert record.url is not None
         self.record = record
-        self.link: NodeLink = TcpLink.of(record.url)
+        self.link: NodeLink = TcpLink.of(record.url, record.name, identity)
         self._idle: list[tuple[HttpWire, float]] = []
         self._open: set[HttpWire] = set()
         self._sockets: set[ClientConnection] = set()
@@ -218,10 +251,11 @@ class Peer:
 
 
 class Peers:
-    """The pools of connections to the other servers."""
+    """The pools of connections to the other servers. `identity` is that of this server, if servers have SPIFFE IDs."""
 
-    def __init__(self, nodes: Nodes):
+    def __init__(self, nodes: Nodes, identity: NodeIdentity | None):
         self._nodes = nodes
+        self._identity = identity
         self._peers: dict[str, Peer] = {}
 
     def of(self, record: NodeRecord) -> Peer:
@@ -230,11 +264,11 @@ class Peers:
         if peer is None or (peer.record.boot, peer.record.url) != (record.boot, record.url):
             if peer is not None:
                 peer.close("was started again")
-            peer = self._peers[record.name] = Peer(record)
+            peer = self._peers[record.name] = Peer(record, self._identity)
         return peer
 
     async def close_silent(self) -> None:
-        """Close the connections to servers that no longer give signs of life: whoever waits for them is told."""
+        """Close the connections to servers that give no sign of life or are revoked: whoever waits for them is told."""
         for name, peer in list(self._peers.items()):
             if self._nodes.is_silent(peer.record):
                 del self._peers[name]

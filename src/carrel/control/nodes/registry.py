@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -22,9 +22,11 @@ from urllib.parse import urlsplit
 
 from carrel.control.nodes.placement import Candidate
 from carrel.control.sessions.live import LiveSandboxes
-from carrel.errors import CarrelError
+from carrel.errors import CarrelError, InvalidRequest, NotFound, Unauthorized, Unsupported
 from carrel.models import NodeInfo
+from carrel.primitives.spiffe import SpiffeId
 from carrel.providers.base import Provider
+from carrel.spiffe.identity import NodeIdentity
 from carrel.store.nodes import NodeFacts, NodeRecord, NodeStore
 
 log = logging.getLogger("carrel.nodes")
@@ -33,6 +35,8 @@ BEAT_S = 2.0
 """The time between two signs of life; a third of the lease if that is shorter."""
 FORGET_S = 86_400.0
 """How long a silent server is still shown."""
+SPIFFE_SCHEME = "https+spiffe"
+"""Of the address of a server that is verified by its SPIFFE ID, not by the name of its host."""
 REFRESH_S = 0.2
 """The least time between two looks into the database for a server that is not known here."""
 
@@ -42,13 +46,13 @@ def beat_every(lease_s: float) -> float:
     return min(BEAT_S, lease_s / 3)
 
 
-def default_url(host: str, port: int) -> str:
+def default_url(host: str, port: int, scheme: str = "http") -> str:
     """Return where other servers reach a server that listens there. For a wildcard it is the address from which this
     machine reaches others; a machine without one gets a loopback address.
     """
     if host in {"0.0.0.0", "::"}:
         host = _own_address(socket.AF_INET if host == "0.0.0.0" else socket.AF_INET6)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _own_address(family: socket.AddressFamily) -> str:
@@ -96,8 +100,16 @@ class Nodes:
         capacity: int,
         lease_s: float,
         shared: bool,
+        identity: NodeIdentity | None,
     ):
+        """`identity` None: servers have no SPIFFE IDs."""
         self._store = store
+        self._identity = identity
+        self._revoked: frozenset[str] = frozenset()
+        self.expelled = asyncio.Event()
+        """Set when this server's own SPIFFE ID is revoked: it has to end."""
+        self.on_revoked: list[Callable[[frozenset[str]], None]] = []
+        """Called with the names of the revoked servers when they change."""
         self._live = live
         self._providers = providers
         self.shared = shared
@@ -125,10 +137,23 @@ class Nodes:
 
     async def join(self, url: str, version: str) -> None:
         """Tell the others where this server is."""
+        if self.shared and (self._identity is not None) != url.startswith(f"{SPIFFE_SCHEME}://"):
+            has, scheme = ("has", SPIFFE_SCHEME) if self._identity else ("has no", "http or https")
+            raise InvalidRequest(
+                f"other servers cannot reach this one at {url}: it {has} SPIFFE ID",
+                field="node_url",
+                hint=f"let CARREL_NODE_URL begin with {scheme}, or leave it out",
+            )
         usable = await asyncio.to_thread(self._usable)
         self.me = replace(self.me, url=url, version=version, providers=tuple(usable))
         self._joined = self.shared
         await self.beat()
+        if self.expelled.is_set():
+            raise Unauthorized(
+                f"the SPIFFE ID of server '{self.me.name}' is revoked",
+                field="node",
+                hint="start it with another CARREL_NODE, or have another server say `carrel nodes readmit`",
+            )
 
     async def leave(self) -> None:
         """Tell the others that this server ends: they send nothing more."""
@@ -150,6 +175,8 @@ class Nodes:
             now, found = await self._store.beat(self.me, forget_s=FORGET_S)
             self._beaten = ended = time.monotonic()
             self._offset = now - (began + ended) / 2
+            if self._identity is not None:
+                self._learn(await self._store.revoked())
             self._known = {each.name: each for each in found if each.name != self.me.name}
             self._placed = {
                 name: [at for at in placed if at >= self._known[name].seen_at]
@@ -157,6 +184,65 @@ class Nodes:
                 if name in self._known
             }
             self._suspected = {name: seen for name, seen in self._suspected.items() if name in self._known}
+
+    def _learn(self, revoked: frozenset[str]) -> None:
+        if revoked != self._revoked:
+            self._revoked = revoked
+            for notify in self.on_revoked:
+                notify(revoked)
+        if self.me.name in revoked and self._identity is not None and not self.expelled.is_set():
+            log.error("the SPIFFE ID of this server, %s, was revoked: it ends", self._identity.id)
+            self._identity.revoke()
+            self.expelled.set()
+
+    @property
+    def revoked(self) -> frozenset[str]:
+        """The names of the servers whose SPIFFE ID is revoked."""
+        return self._revoked
+
+    def accepts(self, peer: SpiffeId) -> bool:
+        """Whether a connection of this peer is accepted: it is a server of this trust domain that is not revoked."""
+        return (
+            self._identity is not None
+            and peer.trust_domain == self._identity.id.trust_domain
+            and peer.node_name is not None
+            and peer.node_name not in self._revoked
+        )
+
+    async def require_member(self, name: str) -> None:
+        """Raise `Unauthorized` unless a server is on this database and not revoked."""
+        if name not in self._known:
+            await self.beat(unless_within=REFRESH_S)
+        if name not in self._known or name in self._revoked:
+            raise Unauthorized(
+                f"server '{name[:128]}' is not among the servers of this database, or is revoked",
+                field="Carrel-Forwarded",
+                hint="`carrel nodes` lists them",
+            )
+
+    async def revoke(self, name: str) -> None:
+        """Revoke the SPIFFE ID of a server. Every other server refuses it at its next sign of life."""
+        self._require_identity()
+        await self.beat()
+        if name not in {self.me.name, *self._known, *self._revoked}:
+            raise NotFound(f"there is no server '{name[:128]}'", field="name", hint="`carrel nodes` lists them")
+        await self._store.revoke(name)
+        await self.beat()
+
+    async def readmit(self, name: str) -> None:
+        """Undo a revocation."""
+        self._require_identity()
+        if not await self._store.readmit(name):
+            raise NotFound(f"server '{name[:128]}' is not revoked", field="name", hint="`carrel nodes` lists them")
+        await self.beat()
+
+    def _require_identity(self) -> None:
+        if self._identity is None:
+            raise Unsupported(
+                "these servers have no SPIFFE IDs",
+                field="spiffe.source",
+                hint="set CARREL_SPIFFE_SOURCE on all of them; without it, change CARREL_SECRET_KEY to exclude one",
+            )
 
     async def find(self, name: str) -> NodeRecord | None:
         """Return another server that answers and that requests can be forwarded to."""
@@ -180,6 +266,8 @@ class Nodes:
         """Whether a server gave no sign of life for its lease, or a new process has its name. One that signed off is
         not: it still answers what it was asked.
         """
+        if record.name in self._revoked:
+            return True
         now = self._known.get(record.name)
         return now is not None and (now.boot != record.boot or self.now() - now.seen_at >= now.lease_s)
 
@@ -187,6 +275,10 @@ class Nodes:
         """Return why nothing can be forwarded to a server, or None."""
         if record.url is None:
             return "it has no address; set CARREL_NODE_URL there"
+        if record.name in self._revoked:
+            return "its SPIFFE ID is revoked"
+        if record.url.startswith(f"{SPIFFE_SCHEME}://") != (self._identity is not None):
+            return "only one of the two servers has a SPIFFE ID; give all the same CARREL_SPIFFE_SOURCE"
         if record.key_id != self.me.key_id:
             return "it has another secret; give all servers of the database the same CARREL_SECRET_KEY"
         if record.machine != self.me.machine and _only_on_its_machine(record.url):
@@ -233,6 +325,10 @@ class Nodes:
             sandboxes=here.sandboxes,
             capacity=here.capacity,
             providers=list(here.providers),
+            spiffe_id=self._id_of(here.name, here.url),
+            svid_expires_at=None
+            if self._identity is None
+            else datetime.fromtimestamp(self._identity.svid.expires_at, UTC),
             started_at=datetime.fromtimestamp(self._began, UTC),
             seen_at=datetime.fromtimestamp(self.now(), UTC),
         )
@@ -240,9 +336,11 @@ class Nodes:
 
     def _info(self, record: NodeRecord) -> NodeInfo:
         obstacle = self.obstacle(record)
-        state: Literal["running", "unreachable", "gone"] = "running" if obstacle is None else "unreachable"
+        state: Literal["running", "unreachable", "gone", "revoked"] = "running" if obstacle is None else "unreachable"
         if not self._answers(record):
             state = "gone"
+        if record.name in self._revoked:
+            state = "revoked"
         return NodeInfo(
             name=record.name,
             url=record.url,
@@ -252,10 +350,16 @@ class Nodes:
             sandboxes=record.sandboxes,
             capacity=record.capacity,
             providers=list(record.providers),
+            spiffe_id=self._id_of(record.name, record.url),
             started_at=datetime.fromtimestamp(record.started_at, UTC),
             seen_at=datetime.fromtimestamp(record.seen_at, UTC),
             notice=None if state == "gone" else obstacle,
         )
+
+    def _id_of(self, name: str, url: str | None) -> str | None:
+        if self._identity is None or not (url or "").startswith(f"{SPIFFE_SCHEME}://"):
+            return None
+        return str(SpiffeId.node(self._identity.id.trust_domain, name))
 
     def _answers(self, record: NodeRecord) -> bool:
         if record.seen_at <= self._suspected.get(record.name, -math.inf):

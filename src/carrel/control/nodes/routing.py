@@ -40,6 +40,10 @@ class Routing:
         """The name of this server."""
         return self._nodes.name
 
+    async def require_member(self, name: str) -> None:
+        """Raise `Unauthorized` unless a server is on this database and not revoked."""
+        await self._nodes.require_member(name)
+
     async def find(self, name: str, *, forwarded: bool, readable: bool) -> Here | There:
         """Return where a session or context is. `forwarded`: another server believes that it is here. `readable`: its
         record is enough for the answer, so a silent owner is not needed.
