@@ -15,8 +15,7 @@ from typing import Any
 from tests.support.images import archive, debian
 from tests.support.remote_provider import identities
 
-from carrel.isolation.inside import BUNDLE
-from carrel.providers import bundle
+from carrel.providers import bundle, bundle_image
 from carrel.providers.kubernetes.options import KubernetesOptions
 from carrel.providers.kubernetes.provider import KubernetesProvider
 
@@ -47,13 +46,12 @@ class Cluster:
 def add_images(cluster: Cluster, place: Path) -> None:
     """Give the cluster the image of the tests' sandboxes, and the one of the bundle."""
     debian(place / "sandbox")
+    archive(place / "sandbox", place / "sandbox.tar", IMAGE)
     made = bundle.provide(str(place / "bundles"), remote=True)
-    shutil.copytree(made.path, place / "bundle" / BUNDLE.lstrip("/"), symlinks=True)
-    for folder, name in (("sandbox", IMAGE), ("bundle", BUNDLE_IMAGE)):
-        file = place / f"{folder}.tar"
-        archive(place / folder, file, name)
-        cluster.add_image(file)
-        file.unlink()
+    bundle_image.write(made, str(place / "bundle.tar"), BUNDLE_IMAGE)
+    for name in ("sandbox.tar", "bundle.tar"):
+        cluster.add_image(place / name)
+        (place / name).unlink()
 
 
 class Ground:
