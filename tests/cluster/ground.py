@@ -22,6 +22,14 @@ from carrel.providers.kubernetes.provider import KubernetesProvider
 IMAGE, BUNDLE_IMAGE = "localhost/carrel-sandbox:test", "localhost/carrel-bundle:test"
 _SCRIPT = str(Path(__file__).parents[2] / "scripts/cluster")
 _GI = "1Gi"
+RIGHTS = [
+    {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "create", "delete"]},
+    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create", "patch"]},
+    {"apiGroups": ["agents.x-k8s.io"], "resources": ["sandboxes"], "verbs": ["list", "create", "delete"]},
+    {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": ["create", "patch"]},
+]
+"""What a server may do in the namespace of its sandboxes. Every test has these rights and no others."""
+RIGHTS_IN_DEFAULT = [{"apiGroups": [""], "resources": ["services"], "resourceNames": ["kubernetes"], "verbs": ["get"]}]
 
 
 class Cluster:
@@ -70,7 +78,7 @@ class Ground:
             bundle_image=BUNDLE_IMAGE,
             volume_claim="workspaces",
             volume_directory=str(self.volume),
-            kubeconfig=os.environ["KUBECONFIG"],
+            kubeconfig="",
             pull_policy="Never",
             **options,  # type: ignore[arg-type]
         )
@@ -80,13 +88,38 @@ class Ground:
         host = {"hostPath": {"path": str(self.volume), "type": "Directory"}, "capacity": {"storage": _GI}}
         self._apply("PersistentVolume", self.name, spec={**common, **host})
         claim = {**common, "volumeName": self.name, "resources": {"requests": {"storage": _GI}}}
-        self._apply("PersistentVolumeClaim", "workspaces", spec=claim)
+        self._apply("PersistentVolumeClaim", "workspaces", self.name, spec=claim)
+        self._add_account()
+        self.options = dataclasses.replace(self.options, kubeconfig=self.kubeconfig())
 
-    def _apply(self, kind: str, name: str, *, labels: dict[str, str] | None = None, **more: object) -> None:
-        metadata = {"name": name, "labels": labels or {}}
-        if kind == "PersistentVolumeClaim":
-            metadata["namespace"] = self.name
-        self.cluster.kubectl("apply", "-f", "-", stdin={"apiVersion": "v1", "kind": kind, "metadata": metadata, **more})
+    def _add_account(self) -> None:
+        """Make a service account for the server. It has the rights that the how-to page lists, and no more."""
+        self._apply("ServiceAccount", "carrel", self.name)
+        for namespace, rules in ((self.name, RIGHTS), ("default", RIGHTS_IN_DEFAULT)):
+            name = f"carrel-{self.name}"
+            self._apply("Role", name, namespace, rules=rules)
+            role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
+            subject = {"kind": "ServiceAccount", "name": "carrel", "namespace": self.name}
+            self._apply("RoleBinding", name, namespace, roleRef=role, subjects=[subject])
+
+    def kubeconfig(self, server: str = "") -> str:
+        """Write a kubeconfig file of that account, and return its path. `server` is another address of the API."""
+        document = json.loads(Path(os.environ["KUBECONFIG"]).read_text())
+        token = self.cluster.kubectl("create", "token", "carrel", "-n", self.name, "--duration=2h").strip()
+        document["users"][0]["user"] = {"token": token}
+        if server:
+            document["clusters"][0]["cluster"]["server"] = server
+        path = self.place / f"kubeconfig-{secrets.token_hex(4)}"
+        path.write_text(json.dumps(document))
+        return str(path)
+
+    def _apply(
+        self, kind: str, name: str, namespace: str = "", *, labels: dict[str, str] | None = None, **more: object
+    ) -> None:
+        metadata = {"name": name, "labels": labels or {}} | ({"namespace": namespace} if namespace else {})
+        version = "rbac.authorization.k8s.io/v1" if kind.startswith("Role") else "v1"
+        body = {"apiVersion": version, "kind": kind, "metadata": metadata, **more}
+        self.cluster.kubectl("apply", "-f", "-", stdin=body)
 
     def provider(self, server: str = "one") -> KubernetesProvider:
         """Return a provider of a server. All of them have one authority."""
@@ -107,4 +140,5 @@ class Ground:
     def remove(self) -> None:
         self.cluster.kubectl("delete", "namespace", self.name, "--wait=true")
         self.cluster.kubectl("delete", "persistentvolume", self.name)
+        self.cluster.kubectl("delete", "role,rolebinding", f"carrel-{self.name}", "-n", "default")
         shutil.rmtree(self.place)

@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.ground import Ground
 from tests.support.remote_provider import identities
 
-from carrel.errors import CarrelError, PlatformError, Unsupported
+from carrel.errors import CarrelError, PlatformError, ProviderUnavailable, Unsupported
 from carrel.models import Network
 from carrel.providers.base import FolderMounts, HostMount, Launch
 from carrel.providers.kubernetes.provider import KubernetesProvider
@@ -54,8 +54,12 @@ async def said(box: Running, command: str) -> str:
     return (await box.run(command)).stdout.strip()
 
 
-async def test_without_agent_sandbox_a_sandbox_is_a_plain_pod(grounds, cluster):
-    plain = grounds(agent_sandbox=False)
+@pytest.fixture(scope="session")
+def plain(grounds):
+    return grounds(agent_sandbox=False)
+
+
+async def test_without_agent_sandbox_a_sandbox_is_a_plain_pod(plain):
     harness = harness_of(plain)
     async with harness.sandbox(memory_mb=256) as box:
         assert await said(box, "echo here > file; cat file") == "here"
@@ -126,6 +130,20 @@ async def test_another_server_finds_a_sandbox_and_sees_the_loss_of_its_pod(harne
                 await box.connection.request_json("GET", "/health", deadline=5)
         finally:
             await another.close()
+
+
+async def test_without_an_api_server_a_sandbox_works_on_and_is_not_taken_for_dead(harness, ground):
+    nowhere = ground.with_options(kubeconfig=ground.kubeconfig("https://127.0.0.1:1")).provider()
+    try:
+        async with harness.sandbox() as box:
+            assert await nowhere.alive(box.handle)
+            assert await said(box, "echo works") == "works"
+            with pytest.raises(ProviderUnavailable, match="cannot be reached"):
+                await nowhere.remove(box.handle)
+        with pytest.raises(ProviderUnavailable, match="cannot be reached"):
+            await nowhere.alive(box.handle)
+    finally:
+        await nowhere.close()
 
 
 async def test_a_slot_becomes_the_sandbox_of_a_new_workspace(harness, ground):

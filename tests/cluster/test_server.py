@@ -20,6 +20,7 @@ async def server(ground: Ground) -> AsyncIterator[Server]:
         "SPIFFE_SOURCE": "carrel",
         "POOL_SIZE": "1",
         "KUBERNETES_ENABLED": "true",
+        "KUBERNETES_KUBECONFIG": ground.options.kubeconfig,
         "KUBERNETES_NAMESPACE": ground.name,
         "KUBERNETES_IMAGE": IMAGE,
         "KUBERNETES_BUNDLE_IMAGE": BUNDLE_IMAGE,
@@ -34,6 +35,7 @@ async def server(ground: Ground) -> AsyncIterator[Server]:
         yield made
         await made.stop()
     finally:
+        print(made.tail(100))  # pytest shows it where a test fails
         made.close()
     assert ground.left() == []
 
