@@ -58,6 +58,7 @@ BENCHMARKS = {
         Benchmark("execs", "a command in a running sandbox: socket, API, SDK"),
         Benchmark("rate", "commands per second with 8 clients"),
         Benchmark("forward", "the same command and download by the server that has the sandbox, and by another"),
+        Benchmark("remote", "a command of a supervisor over TCP with mutual TLS beside its Unix socket"),
         Benchmark("python", "a call of Python, a cell, pandas: warm beside cold and ipykernel"),
         Benchmark("router", "calls of Python without a context beside the same in contexts, 8 clients"),
         Benchmark("memory", "memory of an idle sandbox"),

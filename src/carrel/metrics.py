@@ -98,6 +98,11 @@ COMMAND = _declare(
     {"template": _TEMPLATE, "exit": ", ".join(f"`{each}`" for each in sorted(EXITS))},
     (*_QUICK, 900.0, 3600.0),
 )
+SVID_EXPIRES = _declare(
+    "carrel_svid_expires_seconds",
+    "gauge",
+    "Seconds until this server's SVID expires; it is renewed at half of its life.",
+)
 EVENT_LAST_ID = _declare("carrel_event_last_id", "gauge", "Number of the newest event; its growth is the rate.")
 EVENT_READERS = _declare("carrel_event_readers", "gauge", "Open streams of events of this server.")
 EVENT_BUS_BEHIND = _declare("carrel_event_bus_behind", "gauge", "Events that the bus lacks, if this server delivers.")
@@ -358,6 +363,7 @@ class Metrics:
         self._event_last = self._gauge(EVENT_LAST_ID)
         self._event_readers = self._gauge(EVENT_READERS)
         self._event_behind = self._gauge(EVENT_BUS_BEHIND)
+        self._svid_expires: Gauge | None = None
         self._archive_bytes = Counter(ARCHIVE_BYTES.name, ARCHIVE_BYTES.text, registry=self._registry)
         self._syncs = _Series(self._histogram(SYNC))
         self._image_pulls = _Series(self._histogram(IMAGE_PULL))
@@ -478,6 +484,12 @@ class Metrics:
     def forget(self, context_id: str) -> None:
         """Remove the metrics of a workspace."""
         self._workspaces.forget(context_id)
+
+    def svid(self, expires_in_s: float) -> None:
+        """Set how long the SVID of this server is valid. A server without one shows no such metric."""
+        if self._svid_expires is None:
+            self._svid_expires = self._gauge(SVID_EXPIRES)
+        self._svid_expires.set(expires_in_s)
 
     def events(self, last: int, readers: int, behind: int) -> None:
         """Set how long the event log is, how many read it, and what the bus lacks."""

@@ -24,6 +24,7 @@ ADMINISTER = {
     "list_secrets", "put_secret", "delete_secret",
     "put_template_secret", "list_template_secrets", "delete_template_secret", "prune_audit", "forget_context",
     "import_image", "build_image", "delete_image", "push_image", "export_image", "resize_pool",
+    "revoke_node", "readmit_node",
 }  # fmt: skip
 """What is deliberately for administrators only."""
 THEMSELVES = {row.id for row in TABLE if row.context_from == "handler"}
@@ -48,7 +49,7 @@ def test_every_route_is_guarded() -> None:
             assert type(route) is OperationRoute, route
             if "{id}" in route.path or "{context_id}" in route.path:
                 assert route.row.id not in THEMSELVES | LISTED
-            elif "{template}" in route.path or "{pool}" in route.path:
+            elif "{template}" in route.path or "{pool}" in route.path or "{node}" in route.path:
                 assert route.row.id in ADMINISTER - THEMSELVES, "of no context: only for who reaches all"
             elif "{env}" in route.path:  # shows what is within reach, or is for who reaches what belongs to no context
                 assert (route.row.id in LISTED) == (route.methods == {"GET"})

@@ -11,5 +11,5 @@ def test_a_server_alone(carrel: Carrel) -> None:
     found = json.loads(carrel("nodes", "--json").stdout)
     assert [(each["here"], each["state"], each["notice"]) for each in found] == [(True, "running", None)]
     header, row = carrel("nodes").stdout.decode().splitlines()
-    assert header.split() == ["NAME", "STATE", "SANDBOXES", "URL", "VERSION", "UP", "SEEN", "NOTICE"]
+    assert header.split() == ["NAME", "STATE", "SANDBOXES", "URL", "SPIFFE", "ID", "VERSION", "UP", "SEEN", "NOTICE"]
     assert row.startswith(f"{found[0]['name']}*") and "running" in row

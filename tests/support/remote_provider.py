@@ -1,7 +1,7 @@
 """A provider for tests whose sandboxes are reached over TCP with mutual TLS, as those on other machines are.
 
 They are namespaces of this host made by `bwrap`, with the network of the host, so that their supervisors can listen on
-loopback. What is tested is the way to them.
+loopback. What is tested is the way to them. A slot has its workspace from the start, so no pool may keep some.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from carrel.isolation import seccomp
 from carrel.isolation.cgroups import start_time
 from carrel.isolation.inside import BUNDLE, HOME, WORKSPACE
 from carrel.isolation.rootfs import SANDBOX_UID
-from carrel.models import Network
 from carrel.primitives.spiffe import SpiffeId
 from carrel.primitives.trees import remove_tree
 from carrel.providers import Capability, Handle, Launch, Provider, bundle, foreign_processes
@@ -92,9 +91,6 @@ class RemoteProvider(Provider):
     async def start(self, launch: Launch) -> Handle:
         slot = await self.start_slot(launch)
         return await self.claim(slot, launch)
-
-    def slot_for(self, launch: Launch) -> Launch | None:
-        return Launch("", launch.workspace, Network.HOST)
 
     async def start_slot(self, launch: Launch) -> Handle:
         self._refuse(launch)

@@ -73,6 +73,7 @@ from carrel.control.sessions.sessions import Sessions
 from carrel.control.sessions.slot_sizes import PoolSizes
 from carrel.control.sessions.slots import CHECK_EVERY_S, Slots
 from carrel.control.sessions.starting import Starting
+from carrel.control.sessions.svid_renewal import SvidRenewal, look_every
 from carrel.control.sessions.templates import Templates
 from carrel.control.sessions.upkeep import EXPIRE_EVERY, Upkeep
 from carrel.control.workspaces.bundles import Bundles
@@ -361,12 +362,14 @@ class ControlPlane:
         self.disk = Disk(layout, driver, settings.archive_url)
         self.retention = WorkspaceRetention(sessions, workspaces, store, audit, ttl_days=settings.workspace_ttl_days)
         self.leasing = LeaseUpkeep(live, store, leases, attachments)
+        svids = SvidRenewal(live, nodes, host.identities)
         self.upkeep = Upkeep(
             sessions, self.leasing, own, snapshots, workspaces, self.retention, store, audit, settings, notes,
             files,
             more=(
                 (self.end_revoked, CACHE_S),
                 (self.keep_nodes, beat_every(settings.lease_s)),
+                (svids.renew, look_every(settings.spiffe.lifetime_s)),
                 (values.forget_former, FORGET_EVERY_S),
                 (secret_files.catch_up, SECRETS_FRESH_S),
                 (environments.evict, EVICT_EVERY_S),
@@ -482,6 +485,8 @@ class ControlPlane:
         """Give a sign of life to the other servers, and give up those that give none."""
         await self.nodes.beat()
         await self.peers.close_silent()
+        if self.identities is not None:
+            self.metrics.svid(self.identities.node.expires_in_s)
 
     async def count_events(self) -> None:
         """Set the metrics of the event log."""

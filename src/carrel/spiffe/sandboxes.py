@@ -23,7 +23,7 @@ class SandboxIdentities:
     def __init__(self, authority: CertificateAuthority, node: NodeIdentity, lifetime_s: float):
         self._authority = authority
         self._node = node
-        self._lifetime_s = lifetime_s
+        self.lifetime_s = lifetime_s
         self._made_of: Svid | None = None
         self._context: ssl.SSLContext | None = None
 
@@ -37,7 +37,11 @@ class SandboxIdentities:
 
     def for_sandbox(self, sandbox: str) -> Svid:
         """Return new credentials for the supervisor of a sandbox. It accepts servers by their own trust bundle."""
-        return self._issue(self.id_of(sandbox), self._lifetime_s)
+        return self._issue(self.id_of(sandbox), self.lifetime_s)
+
+    def renewed(self, id: SpiffeId) -> Svid:
+        """Return a new SVID for a supervisor that has this ID."""
+        return self._issue(id, self.lifetime_s)
 
     def for_slot(self, slot: str, lifetime_s: float = SLOT_LIFETIME_S) -> Svid:
         """Return the credentials with which a supervisor waits for its owner. They are of no use afterwards."""

@@ -30,7 +30,10 @@ class SpireSource:
             raise PlatformError(missing.detail, field="spiffe.source", hint=missing.hint) from None
         self._socket = agent_socket
         self._id = id
-        self._client: WorkloadApiClient = WorkloadApiClient(f"unix://{agent_socket}")
+        try:
+            self._client: WorkloadApiClient = WorkloadApiClient(f"unix://{agent_socket}")
+        except Exception as error:
+            raise self._refused(error) from error
         self._stream: StreamCancelHandler | None = None
         self._told: asyncio.Queue[X509Context | Exception] = asyncio.Queue()
 

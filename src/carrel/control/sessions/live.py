@@ -45,6 +45,7 @@ class LiveSandbox:
         "instance",
         "last_activity",
         "leased_until",
+        "link",
         "masks",
         "on_end",
         "only_for",
@@ -70,7 +71,8 @@ class LiveSandbox:
         self.workspace = workspace
         self.instance = blake3(json.dumps(handle, sort_keys=True).encode()).hexdigest()[:32]
         """The name of this instance: the next sandbox of the session has another."""
-        self.connection = SupervisorClient(provider.link(handle))
+        self.link = provider.link(handle)
+        self.connection = SupervisorClient(self.link)
         self.last_activity = record.last_activity_at
         self.asks_as = ""
         """The name that approvals in it are for, if that is neither its context nor its id: an approval for one sandbox

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Literal
 
 from pydantic import Field, ValidationError
@@ -32,6 +33,7 @@ from carrel.models import (
     SupervisorHealth,
 )
 from carrel.models.operations import LIST, SMALL, A, ForwardedOperation, Q
+from carrel.primitives.spiffe import Svid
 
 SHORT_S = 30.0
 HEALTH_S = 5.0
@@ -249,6 +251,10 @@ class SupervisorClient(SupervisorConnection):
         """Replace the secrets inside the sandbox."""
         secrets = {name: b64encode(value).decode() for name, value in values.items()}
         await self._json("PUT", "/secrets", {"secrets": secrets})
+
+    async def put_identity(self, svid: Svid, refused: Sequence[str]) -> None:
+        """Give the supervisor of a sandbox on another machine a new SVID, and the IDs of servers that it refuses."""
+        await self._json("PUT", "/identity", {"credentials": asdict(svid), "refused": list(refused)})
 
     async def void_run(self, run: str) -> bool | None:
         """Ask whether a run was begun; a supervisor that says no refuses it from now on. None: it does not say."""
