@@ -409,6 +409,13 @@ class KubernetesSettings(_Group):
     agent_sandbox: bool = Field(
         default=True, description="make pods through agent-sandbox where it is installed; else they are plain pods"
     )
+    warm_pool: int = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="pods that agent-sandbox keeps ready for each kind of new sandbox: a warm pool, from which slots "
+        "and cold starts are claimed. 0 for none",
+    )
 
 
 class McpSettings(_Group):

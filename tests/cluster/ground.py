@@ -26,6 +26,16 @@ RIGHTS = [
     {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "create", "delete"]},
     {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create", "patch"]},
     {"apiGroups": ["agents.x-k8s.io"], "resources": ["sandboxes"], "verbs": ["list", "create", "delete"]},
+    {
+        "apiGroups": ["extensions.agents.x-k8s.io"],
+        "resources": ["sandboxtemplates", "sandboxwarmpools"],
+        "verbs": ["list", "create", "patch", "delete"],
+    },
+    {
+        "apiGroups": ["extensions.agents.x-k8s.io"],
+        "resources": ["sandboxclaims"],
+        "verbs": ["get", "list", "watch", "create", "delete"],
+    },
     {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": ["create", "patch"]},
 ]
 """What a server may do in the namespace of its sandboxes. Every test has these rights and no others."""

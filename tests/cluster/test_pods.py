@@ -177,6 +177,7 @@ async def test_a_slot_that_cannot_be_claimed_leaves_the_workspace_as_it_is(harne
         await provider.claim(slot, launch)
     assert ground.left() == []
     assert os.listdir(launch.workspace) == ["file"]
+    await harness.close()
     assert not os.path.exists(ground.volume / ".carrel-slots")
 
 
@@ -234,3 +235,42 @@ async def test_a_cancelled_start_leaves_nothing(harness, ground):
     with pytest.raises(asyncio.CancelledError):
         await starting
     assert ground.left() == []
+
+
+@pytest.fixture(scope="session")
+def pooled(grounds):
+    return grounds(warm_pool=2)
+
+
+async def test_sandboxes_are_claimed_from_a_warm_pool(pooled, cluster):
+    harness = harness_of(pooled)
+    first = harness.provider
+    launch = harness.launch(memory_mb=256)
+    handle = await first.start(launch)
+    # As after a kill: another object, which has not made the pools.
+    harness.provider = pooled.provider("two")
+    async with reached(harness.provider, handle, launch.workspace) as box:
+        assert await harness.provider.alive(handle)
+        assert not await harness.provider.alive({**handle, "id": "never-was"})
+        assert await said(box, "echo kept > file; cat file; touch x; pwd") == "kept\n/workspace"
+        assert sorted(os.listdir(launch.workspace)) == ["file", "x"]
+        (claim,) = cluster.get("sandboxclaims", "-n", pooled.name)["items"]
+        assert claim["status"]["sandbox"]["name"] == handle["pod"]
+        assert await harness.provider.running() == [launch.id]
+    assert cluster.get("sandboxclaims", "-n", pooled.name)["items"] == []
+    async with harness.sandbox(launch.workspace, memory_mb=256) as box:  # it has files now
+        assert await said(box, "cat file") == "kept"
+    slot = await harness.provider.start_slot(Launch("slot-4", "", Network.NONE, memory_mb=256))
+    fresh = harness.launch(memory_mb=256)
+    handle = await harness.provider.claim(slot, fresh)
+    async with reached(harness.provider, handle, fresh.workspace) as box:
+        assert await said(box, "ls -A; echo new") == "new"
+    await first.close()
+    await harness.close()
+
+    async def nothing_left() -> bool:
+        return pooled.left() == []
+
+    await until(nothing_left)
+    assert cluster.get("sandboxwarmpools,sandboxtemplates", "-n", pooled.name)["items"] == []
+    assert not os.path.exists(pooled.volume / ".carrel-slots")

@@ -70,12 +70,13 @@ async def test_a_killed_server_finds_its_pods_again(server, ground):
     async with server.client() as carrel:
         box = await carrel.sandbox("c")
         await box.files.write("go", b"")
-        assert (await (await box.commands.get(command.id)).wait()).stdout == "before\nafter\n"
+        assert (await box.commands.get(command.id).wait()).stdout == "before\nafter\n"
         assert own.items() & pods_of(ground).items(), "the sandbox is in another pod"
 
         async def has_slot() -> bool:
             return any(pool.ready for pool in await carrel.pools())
 
+        await carrel.sandbox("cold", limits={"memory_mb": 256})
         await until(has_slot, "no slot was made")
         fresh = await carrel.sandbox("d", limits={"memory_mb": 256})
         assert (await fresh.commands.run("ls -A; echo new > file; cat file")).stdout == "new\n"

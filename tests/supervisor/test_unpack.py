@@ -23,8 +23,8 @@ def source(tmp_path):
     return tmp_path
 
 
-def words(place, probe=""):
-    return ["unpack", *(f"{place}/{name}" for name in ("bundle", "target", "secret", "copy")), probe]
+def words(place, probe="", own=""):
+    return ["unpack", *(f"{place}/{name}" for name in ("bundle", "target", "secret", "copy")), probe, own]
 
 
 def test_the_bundle_and_the_credentials_are_copied(source):
@@ -34,6 +34,11 @@ def test_the_bundle_and_the_credentials_are_copied(source):
     assert os.readlink(target / "lib/link") == "one.so" and os.readlink(target / "lib/folder") == "../lib"
     assert (target / "lib").stat().st_mode & 0o777 == (target / "lib/one.so").stat().st_mode & 0o777 == 0o755
     assert (source / "copy").read_text() == "slot" and (source / "copy").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_pod_makes_a_directory_of_its_own(source):
+    unpack.main(words(source, own=str(source / "own")))
+    assert (source / "own").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_pod_that_reaches_what_it_must_not_is_refused(source, monkeypatch):

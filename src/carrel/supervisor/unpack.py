@@ -19,9 +19,13 @@ _COPIED = 0o755
 
 
 def main(arguments: list[str]) -> None:
-    """Copy a directory to another, and a file to another place. The last argument is `address:port`, or empty."""
-    _, bundle, target, source, copy, probe = arguments
+    """Copy a directory to another, and a file to another place. The last arguments are `address:port`, and a directory
+    to make; either may be empty.
+    """
+    _, bundle, target, source, copy, probe, own = arguments
     try:
+        if own:
+            os.mkdir(own, 0o700)
         copy_tree(bundle, target)
         shutil.copyfile(source, copy)
         os.chmod(copy, 0o600)

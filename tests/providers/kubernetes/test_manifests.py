@@ -26,7 +26,7 @@ REQUEST = PodRequest(
 RESTRICTED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 UNPACK = [
     *("/opt/carrel", "/carrel/bundle", "/carrel/secret/slot.json", "/run/carrel/slot.json"),
-    "10.96.0.1:443",
+    *("10.96.0.1:443", ""),
 ]
 POD_SPEC = {
     "restartPolicy": "Never",
@@ -164,7 +164,6 @@ def test_claim(version, reference):
         "metadata": METADATA,
         "spec": {
             "lifecycle": {"shutdownPolicy": "Delete"},
-            "additionalPodMetadata": {"labels": LABELS, "annotations": annotations},
             **reference,
         },
     }
@@ -186,7 +185,7 @@ def test_policy_lets_nothing_out_and_only_servers_in():
         "kind": "NetworkPolicy",
         "metadata": {"name": "sandboxes"},
         "spec": {
-            "podSelector": {"matchExpressions": [{"key": "carrel/sandbox", "operator": "Exists"}]},
+            "podSelector": {"matchExpressions": [{"key": "carrel/instance", "operator": "Exists"}]},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [
                 {
@@ -207,3 +206,14 @@ def test_without_limits_a_pod_has_none():
 def test_what_a_pod_may_have_besides():
     expected = POD_SPEC | {"runtimeClassName": "gvisor", "hostUsers": False}
     assert manifests.pod_spec(replace(REQUEST, runtime_class="gvisor", user_namespaces=True)) == expected
+
+
+def test_a_pod_of_a_pool_makes_a_directory_of_its_own():
+    found = manifests.pod_spec(replace(REQUEST, slots=".slots/one", workspace=""))
+    unpack, sandbox = found["initContainers"][0], found["containers"][0]
+    name = [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
+    assert unpack["env"] == sandbox["env"] == name
+    assert unpack["command"][-1] == "/carrel/slots/$(POD_NAME)"
+    assert unpack["volumeMounts"][-1] == {"name": "workspace", "mountPath": "/carrel/slots", "subPath": ".slots/one"}
+    place = {"name": "workspace", "mountPath": "/workspace", "subPathExpr": ".slots/one/$(POD_NAME)"}
+    assert sandbox["volumeMounts"][-1] == place

@@ -22,6 +22,7 @@ def test_a_directory_keeps_what_it_is_under_its_new_name(slots, tmp_path):
     slots.give("slot", str(tmp_path / "workspace"))
     assert (tmp_path / "workspace").stat().st_ino == inode
     slots.remove("slot")
+    slots.close()
     assert os.listdir(tmp_path) == ["workspace"]
 
 
@@ -40,6 +41,7 @@ def test_slots_of_another_server_stay(slots, tmp_path):
     other.make("slot")
     slots.remove("slot")
     slots.remove("slot")
+    slots.close()
     assert os.listdir(tmp_path / ".carrel-slots") == ["two"]
 
 

@@ -171,3 +171,13 @@ def _refusal(number: int, answer: bytes) -> ApiRefusal:
         return ApiRefusal(number, str(found["reason"])[:100], str(found["message"])[:900])
     except (ValueError, RecursionError, TypeError, KeyError):
         return ApiRefusal(number, "", f"status {number}: {answer[:500].decode(errors='replace')}")
+
+
+async def put(api: KubernetesApi, path: str, body: Resource) -> None:
+    """Create an object, or change the one that is there."""
+    try:
+        await api.create(path, body)
+    except ApiRefusal as refusal:
+        if refusal.number != 409:
+            raise
+        await api.patch(f"{path}/{body['metadata']['name']}", body)

@@ -29,7 +29,8 @@ CORE, EXTENSIONS = "agents.x-k8s.io", "extensions.agents.x-k8s.io"
 VERSIONS = ("v1beta1", "v1alpha1")
 """Those that are understood, the preferred one first."""
 CREDENTIALS_FILE = f"{CONTROL}/slot.json"
-_UNPACKED, _SECRET = "/carrel/bundle", "/carrel/secret"
+_UNPACKED, _SECRET, _SLOTS = "/carrel/bundle", "/carrel/secret", "/carrel/slots"
+_POD_NAME = "$(POD_NAME)"
 _CREDENTIALS_KEY = "slot.json"
 _MOUNTED_NAMES = {f"{PYTHON}": PYTHON.lstrip("/"), **{path: path.lstrip("/") for path in bundle.NAMES}}
 """What of the bundle belongs elsewhere in a sandbox: paths there, and paths in the bundle."""
@@ -45,8 +46,9 @@ _UNPACKING = {"cpu": "1", "memory": "256Mi"}
 class PodRequest:
     """Everything that decides about the pod of a sandbox.
 
-    `workspace` is a path in the volume of `claim`. With `expression` it may have the names of variables of the pod.
-    `secret` has the credentials of a slot. `probe` is an address that no sandbox may reach: the init container tries.
+    `workspace` is a path in the volume of `claim`. With `slots`, the path of a folder there, the pod makes a directory
+    in that folder instead, with its own name. `secret` has the credentials of a slot. `probe` is an address that no
+    sandbox may reach: the init container tries.
     """
 
     image: str
@@ -54,7 +56,7 @@ class PodRequest:
     claim: str
     workspace: str
     secret: str
-    expression: bool = False
+    slots: str = ""
     cpus: float | None = None
     memory_mb: int | None = None
     runtime_class: str = ""
@@ -120,16 +122,24 @@ def pod_spec(request: PodRequest) -> Manifest:
         spec["runtimeClassName"] = request.runtime_class
     if request.user_namespaces:
         spec["hostUsers"] = False
+    if request.slots:
+        name = [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
+        for container in (*spec["initContainers"], *spec["containers"]):
+            container["env"] = name
+        spec["initContainers"][0]["volumeMounts"].append(
+            {"name": "workspace", "mountPath": _SLOTS, "subPath": request.slots}
+        )
     return spec
 
 
 def _unpacking(request: PodRequest) -> Manifest:
     copies = [BUNDLE, _UNPACKED, f"{_SECRET}/{_CREDENTIALS_KEY}", CREDENTIALS_FILE]
+    own = f"{_SLOTS}/{_POD_NAME}" if request.slots else ""
     return {
         "name": "unpack",
         "image": request.bundle_image,
         "imagePullPolicy": request.pull_policy,
-        "command": bundle.unpack_command([*copies, request.probe]),
+        "command": bundle.unpack_command([*copies, request.probe, own]),
         "workingDir": "/",
         "securityContext": _RESTRICTED,
         "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -154,8 +164,8 @@ def _resources(request: PodRequest) -> Manifest:
 
 
 def _workspace(request: PodRequest) -> Manifest:
-    key = "subPathExpr" if request.expression else "subPath"
-    return {"name": "workspace", "mountPath": WORKSPACE, key: request.workspace}
+    place = {"subPathExpr": f"{request.slots}/{_POD_NAME}"} if request.slots else {"subPath": request.workspace}
+    return {"name": "workspace", "mountPath": WORKSPACE, **place}
 
 
 def pod(name: str, request: PodRequest) -> Manifest:
@@ -209,11 +219,10 @@ def warm_pool(name: str, labels: Mapping[str, str], size: int, version: str = "v
 def claim(
     name: str, pool: str, labels: Mapping[str, str], annotations: Mapping[str, str], version: str = "v1beta1"
 ) -> Manifest:
-    """Return a claim of a sandbox from a pool. The sandbox goes with its claim."""
-    spec: Manifest = {
-        "lifecycle": {"shutdownPolicy": "Delete"},
-        "additionalPodMetadata": {"labels": dict(labels), "annotations": dict(annotations)},
-    }
+    """Return a claim of a sandbox from a pool. The sandbox goes with its claim. It gets no labels: agent-sandbox takes
+    those of a claim from domains only that its operator has listed.
+    """
+    spec: Manifest = {"lifecycle": {"shutdownPolicy": "Delete"}}
     if version == "v1beta1":
         spec["warmPoolRef"] = {"name": pool}
     else:  # it names the template, and says by `warmpool` where sandboxes of it may come from
@@ -246,7 +255,7 @@ def network_policy(name: str, servers: Mapping[str, str]) -> Manifest:
         "kind": "NetworkPolicy",
         "metadata": {"name": name},
         "spec": {
-            "podSelector": {"matchExpressions": [{"key": SANDBOX, "operator": "Exists"}]},
+            "podSelector": {"matchExpressions": [{"key": INSTANCE, "operator": "Exists"}]},
             "policyTypes": ["Ingress", "Egress"],
             "ingress": [
                 {

@@ -21,5 +21,7 @@ class KubernetesOptions:
     user_namespaces: bool = False
     agent_sandbox: bool = True
     """Whether agent-sandbox is used where it is installed. Otherwise sandboxes are plain pods."""
+    warm_pool: int = 0
+    """How many pods agent-sandbox keeps ready for each kind of sandbox; 0 for none."""
     identified: bool = True
     """Whether servers have SPIFFE IDs. Without them no pod can be reached."""

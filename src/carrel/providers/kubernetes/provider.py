@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,11 +29,12 @@ from carrel.providers.control_directory import facts_of
 from carrel.providers.gvisor.options import LIMITS
 from carrel.providers.kubernetes import manifests, pods
 from carrel.providers.kubernetes.access import ClusterAccess, find_access
-from carrel.providers.kubernetes.api import ApiRefusal, KubernetesApi, Resource
-from carrel.providers.kubernetes.manifests import Manifest, PodRequest
+from carrel.providers.kubernetes.api import KubernetesApi, Resource, put
+from carrel.providers.kubernetes.manifests import PodRequest
 from carrel.providers.kubernetes.options import KubernetesOptions
 from carrel.providers.kubernetes.pods import StartedPod
 from carrel.providers.kubernetes.slot_directories import SlotDirectories, is_empty
+from carrel.providers.kubernetes.warm_pools import WarmPools, claimed_pod
 from carrel.providers.links import RemoteAddress, RemoteLink, SupervisorLink
 from carrel.providers.remote import give_facts
 from carrel.spiffe.sandboxes import SLOT_LIFETIME_S, SandboxIdentities
@@ -46,6 +48,14 @@ POLICY = "carrel-sandboxes"
 _NO_IDS = "pods are reached by their SPIFFE IDs, and this server has none: set CARREL_SPIFFE_SOURCE"
 _DIAL_S, _PAUSE_S = 1.0, 0.03
 _RENEWED_BEFORE_S = SLOT_LIFETIME_S / 2
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A pod without an owner, and its directory among those of slots."""
+
+    pod: StartedPod
+    directory: str
 
 
 class KubernetesProvider(Provider):
@@ -76,7 +86,9 @@ class KubernetesProvider(Provider):
         self._credentials_until = 0.0
         self._preparing = asyncio.Lock()
         self._slots = SlotDirectories(options.volume_directory, self._instance, SANDBOX_UID)
-        self._waiting: dict[str, StartedPod] = {}
+        self._waiting: dict[str, _Waiting] = {}
+        self._claimed: dict[str, str] = {}
+        self._pools: WarmPools | None = None
         self._probed: tuple[float, str | None] = (-PROBED_FOR_S, None)
 
     # what the cluster can do
@@ -140,6 +152,8 @@ class KubernetesProvider(Provider):
     async def start(self, launch: Launch) -> Handle:
         self._refuse(launch)
         place = await asyncio.to_thread(self._place_of, launch.workspace)
+        if self._options.warm_pool and await asyncio.to_thread(is_empty, launch.workspace):
+            return await self._own(launch.id, await self._start_empty(launch), launch)
         try:
             pod = await self._run(launch, place)
             return await self._give(pod, launch.id, launch)
@@ -154,29 +168,50 @@ class KubernetesProvider(Provider):
         return Launch("", "", Network.NONE, cpus=launch.cpus, memory_mb=launch.memory_mb)
 
     async def start_slot(self, launch: Launch) -> Handle:
+        waiting = self._waiting[launch.id] = await self._start_empty(launch)
+        address = RemoteAddress(waiting.pod.address, manifests.PORT, self._slot_identity)
+        return self._handle(launch.id, waiting.pod, address)
+
+    async def _start_empty(self, launch: Launch) -> _Waiting:
+        """Return a pod with an empty directory: a claimed one where there are warm pools, else a new one.
+
+        Its supervisor listens, so the directory is mounted: only then may it get another name.
+        """
         try:
-            place = await asyncio.to_thread(self._slots.make, _key(launch.id))
-            pod = await self._run(launch, place)
+            await self._prepare()
+            if self._pools is not None:
+                pod = await self._claim_pod(self._pools, launch)
+                directory = pod.name
+            else:
+                directory = _key(launch.id)
+                pod = await self._run(launch, await asyncio.to_thread(self._slots.make, directory))
             await self._until_it_listens(launch.id, pod)
+            return _Waiting(pod, directory)
         except OSError as error:
+            await asyncio.shield(self._discard(launch.id))
             raise PlatformError(f"the directory of a slot cannot be made: {error}") from error
         except BaseException:
             await asyncio.shield(self._discard(launch.id))
             raise
-        self._waiting[launch.id] = pod
-        address = RemoteAddress(pod.address, manifests.PORT, self._slot_identity)
-        return self._handle(launch.id, pod, address)
 
     async def claim(self, slot: Handle, launch: Launch) -> Handle:
         id = str(slot["id"])
-        pod = self._waiting.pop(id, None)
+        waiting = self._waiting.pop(id, None)
         try:
             self._refuse(launch)
             await asyncio.to_thread(self._place_of, launch.workspace)
-            if pod is None:
+            if waiting is None:
                 raise PlatformError(f"slot {id} cannot become sandbox {launch.id}")
-            await asyncio.to_thread(self._slots.give, _key(id), launch.workspace)
-            return await self._give(pod, id, launch)
+        except BaseException:
+            await asyncio.shield(self._discard(id))
+            raise
+        return await self._own(id, waiting, launch)
+
+    async def _own(self, id: str, waiting: _Waiting, launch: Launch) -> Handle:
+        """Let a pod with an empty directory become a sandbox."""
+        try:
+            await asyncio.to_thread(self._slots.give, waiting.directory, launch.workspace)
+            return await self._give(waiting.pod, id, launch)
         except OSError as error:
             await asyncio.shield(self._discard(id))
             raise PlatformError(f"slot {id} cannot have the workspace of {launch.id}: {error}") from error
@@ -184,15 +219,26 @@ class KubernetesProvider(Provider):
             await asyncio.shield(self._discard(id))
             raise
 
-    async def _run(self, launch: Launch, place: str) -> StartedPod:
-        """Have the cluster make a pod with a directory of the volume; return it once it has an address."""
-        api = await self._prepare()
-        request = PodRequest(
+    async def _claim_pod(self, pools: WarmPools, launch: Launch) -> StartedPod:
+        """Claim a pod of a warm pool; return it once it has an address."""
+        name = self._name(launch.id)
+        folder = await asyncio.to_thread(self._slots.open)
+        await pools.claim(name, launch.id, self._request(launch, "", folder))
+        try:
+            async with asyncio.timeout(START_S):
+                self._claimed[launch.id] = await pools.pod_of(name)
+        except TimeoutError:
+            raise PlatformError(f"sandbox {launch.id} got no pod of a warm pool in {START_S:.0f} s") from None
+        return await self._addressed(launch.id)
+
+    def _request(self, launch: Launch, place: str, slots: str = "") -> PodRequest:
+        return PodRequest(
             image=self._options.image,
             bundle_image=self._options.bundle_image,
             claim=self._options.volume_claim,
             workspace=place,
             secret=self._secret,
+            slots=slots,
             cpus=launch.cpus,
             memory_mb=launch.memory_mb,
             runtime_class=self._runtime_class,
@@ -202,19 +248,27 @@ class KubernetesProvider(Provider):
             labels=self._labels(launch.id),
             annotations={manifests.ID: launch.id},
         )
-        name = self._name(launch.id)
+
+    async def _run(self, launch: Launch, place: str) -> StartedPod:
+        """Have the cluster make a pod with a directory of the volume; return it once it has an address."""
+        api = await self._prepare()
+        name, request = self._name(launch.id), self._request(launch, place)
         if self._version is None:
             await api.create(self._pods, manifests.pod(name, request))
         else:
             await api.create(self._sandboxes, manifests.sandbox(name, request, self._version))
+        return await self._addressed(launch.id)
+
+    async def _addressed(self, id: str) -> StartedPod:
+        """Wait until the pod of a sandbox has an address."""
         addressed: asyncio.Future[StartedPod] = asyncio.get_running_loop().create_future()
-        watching = asyncio.ensure_future(self._watch(launch.id, addressed))
+        watching = asyncio.ensure_future(self._watch(id, addressed))
         try:
             await asyncio.wait((watching, addressed), timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
             if addressed.done():
                 return addressed.result()
-            why = watching.result() if watching.done() else await self._obstacle(launch.id)
-            raise PlatformError(f"sandbox {launch.id} could not be started: {why}")
+            why = watching.result() if watching.done() else await self._obstacle(id)
+            raise PlatformError(f"sandbox {id} could not be started: {why}")
         finally:
             await tasks.cancel((watching,))
 
@@ -287,7 +341,7 @@ class KubernetesProvider(Provider):
 
         This is sooner than the cluster knows that its containers run.
         """
-        api, query = self._open(), {"labelSelector": f"{manifests.SANDBOX}={_key(id)}"}
+        api, query = self._open(), self._selects(id)
         while True:
             listed = await api.get(self._pods, **query) or {}
             since = str(listed["metadata"]["resourceVersion"])
@@ -299,9 +353,15 @@ class KubernetesProvider(Provider):
                     if found is not None and addressed is not None and not addressed.done():
                         addressed.set_result(found)
 
+    def _selects(self, id: str) -> dict[str, str]:
+        """Return the query for the pod of a sandbox. One of a warm pool has no labels of its owner."""
+        if (claimed := self._claimed.get(id)) is not None:
+            return {"fieldSelector": f"metadata.name={claimed}"}
+        return {"labelSelector": f"{manifests.SANDBOX}={_key(id)},{manifests.INSTANCE}={self._instance}"}
+
     async def _obstacle(self, id: str) -> str:
         """Return why the pod of a sandbox has not started in time."""
-        query = {"labelSelector": f"{manifests.SANDBOX}={_key(id)}"}
+        query = self._selects(id)
         found = (await self._open().get(self._pods, **query) or {}).get("items", ())
         said = pods.obstacle(found[0]) if found else "nothing has made its pod"
         return f"it was not ready in {START_S:.0f} s. {said}".strip()
@@ -331,15 +391,24 @@ class KubernetesProvider(Provider):
         if pod is None or pods.failure(pod):
             return False
         metadata = pod["metadata"]
-        own = (metadata.get("labels") or {}).get(manifests.SANDBOX) == _key(str(handle["id"]))
-        return own and metadata["uid"] == handle["uid"]  # a pod that was made anew has another
+        labels = metadata.get("labels") or {}
+        if manifests.SANDBOX in labels:
+            own = labels[manifests.SANDBOX] == _key(str(handle["id"]))
+        else:
+            await self._prepare()
+            own = await self._find_claimed(str(handle["id"])) == handle["pod"]
+        return bool(own and metadata["uid"] == handle["uid"])  # a pod that was made anew has another
 
     async def running(self) -> list[str]:
         if await asyncio.to_thread(self.missing) is not None:
             return []
         api = await self._prepare()
         query = {"labelSelector": f"{manifests.INSTANCE}={self._instance},{manifests.SANDBOX}"}
-        paths = [self._pods] if self._version is None else [self._pods, self._sandboxes]
+        paths = [self._pods]
+        if self._version is not None:
+            paths.append(self._sandboxes)
+        if self._pools is not None:
+            paths.append(self._pools.claims)
         found: dict[str, None] = {}
         for path in paths:
             for each in (await api.get(path, **query) or {}).get("items", ()):
@@ -353,11 +422,17 @@ class KubernetesProvider(Provider):
         """Remove whatever there is of a sandbox; return when its pod is gone, and so every process of it."""
         self._waiting.pop(id, None)
         api = await self._prepare()
-        query = {"labelSelector": f"{manifests.SANDBOX}={_key(id)},{manifests.INSTANCE}={self._instance}"}
+        claimed = await self._find_claimed(id)
+        if claimed:
+            self._claimed[id] = claimed
+        query = self._selects(id)
         try:
             async with asyncio.timeout(REMOVAL_S):
+                if self._pools is not None:
+                    await api.delete(f"{self._pools.claims}/{self._name(id)}", propagationPolicy="Background")
                 if self._version is not None:
-                    await api.delete(f"{self._sandboxes}/{self._name(id)}", propagationPolicy="Background")
+                    name = claimed or self._name(id)
+                    await api.delete(f"{self._sandboxes}/{name}", propagationPolicy="Background")
                 while True:
                     listed = await api.get(self._pods, **query) or {}
                     left = [each["metadata"] for each in listed.get("items", ())]
@@ -376,11 +451,23 @@ class KubernetesProvider(Provider):
                 f"the pod of sandbox {id} has not ended in {REMOVAL_S:.0f} s",
                 hint="its node may be lost: see `kubectl get pods`, and remove the node from the cluster if it is",
             ) from None
-        await asyncio.to_thread(self._slots.remove, _key(id))
+        self._claimed.pop(id, None)
+        await asyncio.to_thread(self._slots.remove, claimed or _key(id))
+
+    async def _find_claimed(self, id: str) -> str:
+        """Return the name of the pod that a sandbox was claimed with; empty if it was made for it, or is gone."""
+        if id in self._claimed:
+            return self._claimed[id]
+        if self._pools is None:
+            return ""
+        return claimed_pod(await self._open().get(f"{self._pools.claims}/{self._name(id)}") or {})
 
     async def close(self) -> None:
         for id in list(self._waiting):  # nobody can claim them any more
             await self._discard(id)
+        if self._pools is not None:
+            await self._pools.close()
+        await asyncio.to_thread(self._slots.close)
         if self._api is not None:
             await self._api.close()
             self._api = None
@@ -400,13 +487,26 @@ class KubernetesProvider(Provider):
                 return api
             self._version = await self._find_agent_sandbox(api) if self._options.agent_sandbox else None
             self._server = await self._address_of_server(api)
+            if self._options.warm_pool and self._pools is None:
+                self._pools = await self._open_pools(api)
             policies = f"/apis/networking.k8s.io/v1/namespaces/{self._options.namespace}/networkpolicies"
-            await _put(api, policies, manifests.network_policy(POLICY, SERVERS))
+            await put(api, policies, manifests.network_policy(POLICY, SERVERS))
             waiting = await asyncio.to_thread(self._identities.for_slot, self._instance)
             secret = manifests.secret(self._secret, {manifests.INSTANCE: self._instance}, waiting.to_json())
-            await _put(api, f"/api/v1/namespaces/{self._options.namespace}/secrets", secret)
+            await put(api, f"/api/v1/namespaces/{self._options.namespace}/secrets", secret)
             self._credentials_until = waiting.expires_at - _RENEWED_BEFORE_S
         return api
+
+    async def _open_pools(self, api: KubernetesApi) -> WarmPools:
+        if self._version is None:
+            raise ProviderUnavailable(
+                "warm pools need agent-sandbox, which is not installed or not used",
+                hint="install it, or set CARREL_KUBERNETES_WARM_POOL=0",
+            )
+        labels = {manifests.INSTANCE: self._instance}
+        pools = WarmPools(api, self._options.namespace, self._version, labels, self._options.warm_pool)
+        await pools.open()
+        return pools
 
     async def _find_agent_sandbox(self, api: KubernetesApi) -> str | None:
         """Return the version of agent-sandbox's resources that is used; None if it is not installed."""
@@ -475,13 +575,3 @@ async def _accepts(address: str) -> bool:
         return False
     writer.close()
     return True
-
-
-async def _put(api: KubernetesApi, path: str, body: Manifest) -> None:
-    """Create an object, or change the one that is there."""
-    try:
-        await api.create(path, body)
-    except ApiRefusal as refusal:
-        if refusal.number != 409:
-            raise
-        await api.patch(f"{path}/{body['metadata']['name']}", body)

@@ -21,15 +21,29 @@ class SlotDirectories:
         self._volume = os.path.realpath(volume)
         self._folder = os.path.join(self._volume, FOLDER, instance)
         self._owner = owner
+        self._used = False
+
+    def open(self) -> str:
+        """Make the folder, in which pods of agents' user can make directories; return its path in the volume."""
+        self._make_folder()
+        self._give_to_agents(self._folder)
+        return os.path.relpath(self._folder, self._volume)
 
     def make(self, name: str) -> str:
         """Make the directory of a slot; return its path in the volume."""
-        os.makedirs(self._folder, 0o700, exist_ok=True)
+        self._make_folder()
         path = os.path.join(self._folder, name)
         os.mkdir(path, 0o700)
+        self._give_to_agents(path)
+        return os.path.relpath(path, self._volume)
+
+    def _make_folder(self) -> None:
+        self._used = True
+        os.makedirs(self._folder, 0o700, exist_ok=True)
+
+    def _give_to_agents(self, path: str) -> None:
         if os.geteuid() == 0:
             os.chown(path, self._owner, self._owner)
-        return os.path.relpath(path, self._volume)
 
     def give(self, name: str, workspace: str) -> None:
         """Let the directory of a slot become a workspace, which must be empty."""
@@ -38,8 +52,13 @@ class SlotDirectories:
     def remove(self, name: str) -> None:
         """Remove the directory of a slot that has no owner; it may be gone. That of an owner has another name."""
         remove_tree(os.path.join(self._folder, name))
-        with suppress(OSError):  # there are other slots, or those of other servers
-            os.rmdir(self._folder)
+
+    def close(self) -> None:
+        """Remove the folder with all that is left in it, if this made it: no slot of this server runs any more."""
+        if not self._used:
+            return
+        remove_tree(self._folder)
+        with suppress(OSError):  # there are those of other servers
             os.rmdir(os.path.dirname(self._folder))
 
 
