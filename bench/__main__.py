@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import platform
+import shutil
 import signal
 import sys
 import time
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from bench import peers
+from bench import peers, workers
 from bench.measure import BenchFailed, Figures, Progress, Report, keep_figures, rounded
 from carrel.errors import CarrelError
 
@@ -30,6 +31,8 @@ class Benchmark:
 
     name: str
     about: str
+    peers: bool = True
+    """Whether it needs the peers."""
 
 
 class Module(Protocol):
@@ -57,6 +60,7 @@ BENCHMARKS = {
         Benchmark("burst", "100 sandboxes at once, 500 alive"),
         Benchmark("execs", "a command in a running sandbox: socket, API, SDK"),
         Benchmark("rate", "commands per second with 8 clients"),
+        Benchmark("workers", "operations per second of a server with several workers beside one", peers=False),
         Benchmark("forward", "the same command and download by the server that has the sandbox, and by another"),
         Benchmark("remote", "a command of a supervisor over TCP with mutual TLS beside its Unix socket"),
         Benchmark("python", "a call of Python, a cell, pandas: warm beside cold and ipykernel"),
@@ -74,6 +78,7 @@ BENCHMARKS = {
         Benchmark("a2a", "a task of the A2A agent beside the same command by the SDK"),
         Benchmark("mcp", "a call of a hosted MCP server's tool beside the same server over pipes"),
         Benchmark("events", "the event log: appending, 200 readers of one context"),
+        Benchmark("traces", "a command without traces and with them"),
         Benchmark("audit", "appending to the audit log, searching a million records, verifying"),
         Benchmark("here_start", "what `carrel here` adds to the start of a program"),
         Benchmark("here_many", "`carrel here` on a folder of 100,000 files: first start, later ones, checkpoints"),
@@ -97,6 +102,11 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; all when none is named")
+    made.add_argument(
+        "--workers", metavar="N,N", default="1,2", help="numbers of workers that `workers` compares with the first"
+    )
+    made.add_argument("--clients", metavar="N", type=int, help="clients of `workers`, each a process")
+    made.add_argument("--seconds", metavar="S", type=float, help="length of a round of `workers`")
     made.add_argument("--json", action="store_true", help="print the figures of this run as one JSON object")
     return made
 
@@ -115,7 +125,7 @@ def machine() -> Figures:
         "machine_cores": os.cpu_count() or 0,
         "machine_kernel": platform.release(),
         "machine_python": platform.python_version(),
-        "machine_bubblewrap": peers.bwrap_version(),
+        "machine_bubblewrap": peers.bwrap_version() if shutil.which("bwrap") else "none",
         "machine_user": "root" if os.geteuid() == 0 else "ordinary",
         "machine_load_before": os.getloadavg()[0],
     }
@@ -140,7 +150,8 @@ async def measure(names: list[str], *, as_json: bool) -> Figures:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    peers.require()
+    if any(BENCHMARKS[name].peers for name in names):
+        peers.require()
     figures = rounded(machine())
     for name in names:
         print(f"{name}: {BENCHMARKS[name].about} …", file=sys.stderr, flush=True)
@@ -158,11 +169,23 @@ async def measure(names: list[str], *, as_json: bool) -> Figures:
     return figures
 
 
+def _options_of_workers(options: argparse.Namespace) -> workers.WorkerOptions:
+    made = workers.WorkerOptions()
+    words = options.workers.split(",")
+    if len(words) < 2 or not all(word.isdigit() and 0 < int(word) <= 64 for word in words):
+        raise BenchFailed(f"--workers takes two numbers or more, such as 1,2, and not '{options.workers}'")
+    made.counts = [int(word) for word in words]
+    made.clients = options.clients or made.clients
+    made.seconds = options.seconds or made.seconds
+    return made
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     options = parser().parse_args(arguments)
     try:
         names = chosen(options.names)
+        workers.OPTIONS = _options_of_workers(options)
     except BenchFailed as error:
         print(error, file=sys.stderr)
         return 2

@@ -21,6 +21,7 @@ from carrel.egress.plan import EgressPlan
 from carrel.policy.documents import settings, sources
 from carrel.policy.rules.layers import Layer
 from carrel.primitives.channel import ChannelClosed, Message
+from carrel.primitives.keyed_lock import KeyedLocks
 
 MOST = 100_000
 
@@ -34,7 +35,12 @@ async def _serve(port: int, directory: str) -> None:
                 client.send("ack", upto=message["upto"])
 
     client = EgressClient(
-        directory, ["--cache", os.path.join(directory, "cache")], on_message=take, on_down=lambda: None
+        directory,
+        ["--cache", os.path.join(directory, "cache")],
+        on_message=take,
+        on_down=lambda: None,
+        locks=KeyedLocks().of,
+        last=True,
     )
     rules = settings.load(json.dumps({"permissions": {"allow": [f"network(outbound:127.0.0.1:{port})"]}}))
     limits = {"max_connections": MOST, "max_connections_per_minute": MOST}

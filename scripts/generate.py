@@ -1,4 +1,4 @@
-"""Writes the generated files: the blocking client and the reference pages.
+"""Writes the generated files: the blocking client, the reference pages and the dashboard.
 
 python scripts/generate.py            write stale files
 python scripts/generate.py --check    change nothing; fail if a file is stale
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import generate_dashboard
 import generate_policy
 import generate_reference
 import generate_sync
@@ -35,6 +36,7 @@ def wanted() -> dict[Path, Callable[[], str]]:
     files[reference / "policy.md"] = generate_policy.page
     for name in ("settings", "sources"):
         files[reference / f"{name}.schema.json"] = lambda name=name: generate_policy.schema(name)  # type: ignore[misc]
+    files[ROOT / "deploy/grafana/carrel.json"] = generate_dashboard.dashboard
     if (ROOT / "src/carrel/config.py").exists():
         files[reference / "settings.md"] = generate_reference.settings_page
     return files

@@ -119,6 +119,12 @@ def houses() -> Iterator[dict[str, House]]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--workers-of-server",
+        type=int,
+        default=1,
+        help="how many workers the servers of the tests of the API and of the client have",
+    )
     parser.addoption("--on-image", action="store_true", help="make every check and attack in sandboxes from an image")
     parser.addoption("--on-example", action="store_true", help="make every check on the provider in examples/")
     parser.addoption("--on-gvisor", action="store_true", help="make every check and attack in gVisor sandboxes")

@@ -21,6 +21,7 @@ ALLOWED = {
     "config": BASE | {"models", "policy"},
     **{kind: BASE | {"models", "config"} for kind in KINDS},
     "events": BASE | {"models", "extras"},
+    "tracing": BASE | {"extras", "metrics"},
     "images": BASE | {"models", "config", "threads"},
     "isolation": BASE,
     "spiffe": BASE | {"extras"},
@@ -30,9 +31,10 @@ ALLOWED = {
     "egress": BASE | {"policy", "models", "metrics", "redaction", "isolation", "threads"},
     "control": BASE
     | KINDS
-    | {"threads", "models", "policy", "config", "isolation", "providers", "egress", "images", "spiffe"},
+    | {"threads", "models", "policy", "config", "isolation", "providers", "egress", "images", "spiffe", "tracing"},
     "connections": BASE,
-    "api": BASE | {"control", "events", "models", "metrics", "identity", "audit", "connections"},
+    "workers": BASE | {"control"},
+    "api": BASE | {"control", "events", "models", "metrics", "identity", "audit", "connections", "tracing"},
     "client": BASE | {"models"},
     "logging": BASE | {"client"},
     "profiles": BASE | {"policy"},

@@ -35,6 +35,7 @@ OPTIONAL = {
     ("supervisor", "matplotlib"),  # only if the code that an agent runs imports it
     ("server", "yaml"),  # only with a kubeconfig file
     ("server", "nats"),  # only with the setting `bus`
+    ("server", "opentelemetry"),  # only with the setting `tracing.enabled`
     ("server", "pypdf"),  # only in sandboxes of the template file-search
 }
 
@@ -87,6 +88,8 @@ def files_of(extra: str) -> list[Path]:
         parts = ["providers/kubernetes/access.py"]
     elif extra == "nats":
         parts = ["events/nats_bus.py"]
+    elif extra == "otel":
+        parts = ["tracing/otel.py"]
     elif extra == "deepagents":
         parts = ["integrations/deepagents.py"]
     else:

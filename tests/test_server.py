@@ -249,7 +249,7 @@ asyncio.run(main())
 """
 LATER = {
     "a2a", "alembic", "asyncpg", "carrel.images.dockerfile", "cryptography.x509", "fastapi", "http.cookiejar", "httpx",
-    "mcp", "obstore", "packaging", "rich", "sqlalchemy.dialects.postgresql", "sqlalchemy.orm", "websockets.asyncio",
+    "mcp", "obstore", "opentelemetry", "packaging", "rich", "sqlalchemy.dialects.postgresql", "sqlalchemy.orm", "websockets.asyncio",
 }  # fmt: skip
 """Takes long to import, and neither a start nor the first command needs it."""
 

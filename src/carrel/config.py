@@ -218,6 +218,19 @@ class MetricsSettings(_Group):
     )
 
 
+class TracingSettings(_Group):
+    """Traces for an OpenTelemetry collector."""
+
+    enabled: bool = Field(
+        default=False,
+        description="send traces (extra `otel`); where to say the variables of OpenTelemetry, such as "
+        "`OTEL_EXPORTER_OTLP_ENDPOINT`",
+    )
+    commands: bool = Field(
+        default=False, description="put the text of commands into traces, without the secrets of their context"
+    )
+
+
 class EventSettings(_Group):
     """The event log."""
 
@@ -548,6 +561,11 @@ class Settings(_Group):
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255, description="address to listen on")
     port: int = Field(default=7070, ge=0, le=65_535, description="port to listen on; 0 picks a free one")
+    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1,
+        description="processes that answer requests, on one port and one data directory; `auto` is one for each "
+        "processor",
+    )
     data_dir: str = Field(
         default_factory=default_data_dir,
         min_length=1,
@@ -635,6 +653,7 @@ class Settings(_Group):
     audit: AuditSettings = Field(default_factory=AuditSettings)
     events: EventSettings = Field(default_factory=EventSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
+    tracing: TracingSettings = Field(default_factory=TracingSettings)
     egress: EgressSettings = Field(default_factory=EgressSettings)
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
     images: ImageSettings = Field(default_factory=ImageSettings)
@@ -701,6 +720,11 @@ class Settings(_Group):
             if size != 32:
                 raise ValueError("it must be 32 bytes in base64, as `head -c 32 /dev/urandom | base64` makes them")
         return value
+
+    @property
+    def worker_count(self) -> int:
+        """How many processes answer requests."""
+        return min(64, len(os.sched_getaffinity(0))) if self.workers == "auto" else self.workers
 
     @property
     def database_url(self) -> str:

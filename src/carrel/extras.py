@@ -17,6 +17,7 @@ PARTS = {
     "deepagents": "the deepagents integration",
     "kubernetes": "the use of kubeconfig files",
     "nats": "the delivery of events to NATS",
+    "otel": "the export of traces",
     "spiffe": "the client of SPIRE",
 }
 """The name of each optional part in errors."""

@@ -402,6 +402,12 @@ class Tokens:
         self._on_revoked(token_id)
         return await self.get(token_id)
 
+    def forget_known(self) -> None:
+        """Look every token up again: another process of this server has changed one."""
+        self._revocations += 1
+        self._identities.clear()
+        self._unknown.clear()
+
     async def revoked(self, token_ids: Collection[str]) -> Collection[str]:
         """Return which of these tokens were revoked, here or by another server."""
         return await self._store.revoked(token_ids) if token_ids else ()

@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from carrel.errors import BY_CODE, CarrelError
@@ -502,12 +503,15 @@ class Metrics:
         self._volume_used.set(used)
         self._volume_capacity.set(capacity)
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Return everything as text with its media type: OpenMetrics if `accept` has it, else the older format."""
+    def render(self, accept: str = "", others: Sequence[str] = ()) -> tuple[bytes, str]:
+        """Return everything as text with its media type: OpenMetrics if `accept` has it, else the older format.
+        `others` are the metrics of the other workers of this server in the older format; they are added.
+        """
+        shown: CollectorRegistry = _Summed(self._registry, others) if others else self._registry  # type: ignore[assignment]
         if OPENMETRICS in accept:
-            text: bytes = openmetrics.generate_latest(self._registry)  # type: ignore[no-untyped-call]
+            text: bytes = openmetrics.generate_latest(shown)  # type: ignore[no-untyped-call]
             return text, openmetrics.CONTENT_TYPE_LATEST
-        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+        return generate_latest(shown), CONTENT_TYPE_PLAIN_0_0_4
 
     def families(self) -> Iterator[Metric]:
         """Return everything as objects of the library."""
@@ -520,6 +524,40 @@ class Metrics:
 
     def _gauge(self, declared: MetricDeclaration) -> Gauge:
         return Gauge(declared.name, declared.text, list(declared.labels), registry=self._registry)
+
+
+_NOT_SUMMED = ("_timestamp_seconds", "_start_time_seconds", "_max_fds", WORKSPACE_BYTES.name)
+"""The ends of the names of metrics of which the largest value counts: several workers have the same one."""
+
+
+class _Summed:
+    """The metrics of several workers together, as a registry for the library's writers."""
+
+    def __init__(self, own: CollectorRegistry, others: Sequence[str]):
+        self._own = own
+        self._others = others
+
+    def collect(self) -> Iterator[Metric]:
+        """Return each metric once, with the sum of its values."""
+        families: dict[str, Metric] = {}
+        values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+        every = [self._own.collect(), *(text_string_to_metric_families(text) for text in self._others)]
+        for metrics in every:
+            for metric in metrics:
+                families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                known = values.setdefault(metric.name, {})
+                for sample in metric.samples:
+                    if sample.name.endswith("_created"):  # a moment
+                        continue
+                    key = sample.name, tuple(sorted(sample.labels.items()))
+                    if metric.name.endswith(_NOT_SUMMED):
+                        known[key] = max(known.get(key, sample.value), sample.value)
+                    else:
+                        known[key] = known.get(key, 0.0) + sample.value
+        for name, metric in families.items():
+            for (sample_name, labels), value in values[name].items():
+                metric.add_sample(sample_name, dict(labels), value)
+            yield metric
 
 
 def _known(outcome: str) -> str:

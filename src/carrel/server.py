@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import carrel
-from carrel.config import Settings, load
+from carrel.config import FLEET_DATABASES, Settings, load
 from carrel.control.host import HostParts, kubernetes_options, microvm_options
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.models import HostReport
@@ -45,18 +45,21 @@ from carrel.workspaces.volumes.doctor import disk_quota, retention
 
 if TYPE_CHECKING:
     from carrel.api.serving import HttpServer
-    from carrel.connections import Connections
+    from carrel.control.nodes.workers import Worker, WorkerTable
     from carrel.control.plane import ControlPlane
     from carrel.control.secrets.rekeying import Rekeyed
 
 log = logging.getLogger("carrel.server")
 
+_LOG_FORMAT = "%(asctime)s %(levelname)s {}%(name)s: %(message)s"
+_BEAT_S = 0.1
+"""The time between two signs of life of a worker."""
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 @dataclass(frozen=True)
-class RunningServer:
-    """A running server."""
+class ServerFacts:
+    """The facts of a running server that its operator sees."""
 
     url: str
     """The URL for clients on this machine."""
@@ -66,6 +69,14 @@ class RunningServer:
     token_is_new: bool
     """Whether this start generated the token."""
     data_dir: str
+    adopted: int
+    """How many running sandboxes of a former server were found."""
+
+
+@dataclass(frozen=True)
+class RunningServer(ServerFacts):
+    """A running server that is one process."""
+
     plane: ControlPlane
 
 
@@ -202,7 +213,7 @@ def _node_url(listener: socket.socket, for_nodes: socket.socket | None) -> str:
 
 @asynccontextmanager
 async def _accepting_nodes(
-    plane: ControlPlane, server: HttpServer, connections: Connections, listener: socket.socket | None
+    plane: ControlPlane, server: HttpServer, listener: socket.socket | None
 ) -> AsyncIterator[None]:
     """Accept connections of other servers, verified by their SPIFFE IDs, while the block runs."""
     if listener is None or plane.identities is None:
@@ -210,7 +221,7 @@ async def _accepting_nodes(
         return
     from carrel.primitives.tls_listener import TlsListener
 
-    plane.nodes.on_revoked.append(connections.close_of)
+    plane.nodes.on_revoked.append(server.close_of)
     accepting = TlsListener(listener, plane.identities.node.server_context, server.node_protocol(plane.nodes.accepts))
     task = asyncio.ensure_future(accepting.run())
     try:
@@ -248,51 +259,83 @@ async def running(
         if (for_nodes := _bind_for_nodes(settings)) is not None:
             held.enter_context(closing(for_nodes))
         token, token_is_new = _token(settings)
-        loop = asyncio.get_running_loop()
-        host = await HostParts.open(settings, providers)  # its processes start while the rest is imported
-        try:
-            await loop.run_in_executor(None, _import_the_rest)
-            from carrel.api import create_app
-            from carrel.api.serving import HttpServer
-            from carrel.connections import Connections, connections_allowed
-            from carrel.control.plane import ControlPlane
-        except BaseException:
-            await host.close()
-            raise
-        plane = await ControlPlane.open(settings, host=host, token=token)
-        try:
-            hosts = _hosts(settings)
-            app = create_app(plane, authenticated=token is not None, hosts=hosts, version=carrel.__version__)
-            connections = Connections(connections_allowed())
-            server = HttpServer(app, connections)
-            if token is not None:
-                await _store_agent_token(settings, plane)
-        except BaseException:
-            await plane.close()
-            raise
-        record = os.path.join(settings.data_dir, "server.json")
-        task = loop.create_task(server.serve(sockets=[listener]))
-        try:
-            while not server.started:
-                if task.done():
-                    await task
-                    raise PlatformError("the HTTP server did not start")
-                await asyncio.sleep(0.005)
+        async with (
+            _answering(settings, token, None, [listener], providers) as (plane, server),
+            _accepting_nodes(plane, server, for_nodes),
+        ):
             url, listens_on = _urls(listener)
-            shown = {"url": url, "pid": os.getpid(), "folder_roots": settings.sandbox.folder_root_paths}
-            async with _accepting_nodes(plane, server, connections, for_nodes):
-                await plane.nodes.join(settings.node_url or _node_url(listener, for_nodes), carrel.__version__)
-                write_file(record, (json.dumps(shown) + "\n").encode())
-                yield RunningServer(url, listens_on, token, token_is_new, settings.data_dir, plane)
-        finally:
-            with suppress(OSError):
-                os.unlink(record)
-            server.end()
             try:
-                # Sandboxes end first: this answers the requests that wait for them.
-                await plane.close()
+                await plane.nodes.join(settings.node_url or _node_url(listener, for_nodes), carrel.__version__)
+                _write_record(settings, url)
+                adopted = plane.recovered.adopted
+                yield RunningServer(url, listens_on, token, token_is_new, settings.data_dir, adopted, plane)
             finally:
-                await asyncio.gather(task, return_exceptions=True)
+                _remove_record(settings)
+
+
+@asynccontextmanager
+async def _answering(
+    settings: Settings,
+    token: str | None,
+    worker: Worker | None,
+    listeners: list[socket.socket],
+    providers: Mapping[str, Provider] | None = None,
+) -> AsyncIterator[tuple[ControlPlane, HttpServer]]:
+    """Open a control plane, and answer requests on sockets until the block ends. `worker` is None for a server that is
+    one process.
+    """
+    loop = asyncio.get_running_loop()
+    first, last = (True, True) if worker is None else (worker.alone, worker.first)
+    host = await HostParts.open(settings, providers, first=first, last=last)  # its processes start during the imports
+    try:
+        await loop.run_in_executor(None, _import_the_rest)
+        from carrel.api import create_app
+        from carrel.api.serving import HttpServer
+        from carrel.connections import Connections, connections_allowed
+        from carrel.control.plane import ControlPlane
+    except BaseException:
+        await host.close()
+        raise
+    plane = await ControlPlane.open(settings, host=host, token=token, worker=worker)
+    try:
+        hosts = _hosts(settings)
+        app = create_app(plane, authenticated=token is not None, hosts=hosts, version=carrel.__version__)
+        server = HttpServer(app, Connections(connections_allowed()))
+        if token is not None and plane.worker.first:
+            await _store_agent_token(settings, plane)
+    except BaseException:
+        await plane.close()
+        raise
+    task = loop.create_task(server.serve(sockets=listeners))
+    try:
+        while not server.started:
+            if task.done():
+                await task
+                raise PlatformError("the HTTP server did not start")
+            await asyncio.sleep(0.005)
+        yield plane, server
+    finally:
+        server.end()
+        try:
+            # Sandboxes end first: this answers the requests that wait for them.
+            await plane.close()
+        finally:
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def _record_file(settings: Settings) -> str:
+    return os.path.join(settings.data_dir, "server.json")
+
+
+def _write_record(settings: Settings, url: str) -> None:
+    """Let clients on this machine find the server."""
+    shown = {"url": url, "pid": os.getpid(), "folder_roots": settings.sandbox.folder_root_paths}
+    write_file(_record_file(settings), (json.dumps(shown) + "\n").encode())
+
+
+def _remove_record(settings: Settings) -> None:
+    with suppress(OSError):
+        os.unlink(_record_file(settings))
 
 
 def local_host_report() -> HostReport:
@@ -347,7 +390,7 @@ def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None
         ) from None
 
 
-def _welcome(server: RunningServer, *, at_terminal: bool) -> str:
+def _welcome(server: ServerFacts, *, at_terminal: bool) -> str:
     """Return the text for the person who starts the server. The output may be a log that others read, so the token is
     shown only at a terminal, and only once.
     """
@@ -362,11 +405,20 @@ def _welcome(server: RunningServer, *, at_terminal: bool) -> str:
         lines.append(f"token  {server.token}  (shown only this once; stored in {path})")
     else:
         lines.append(f"token  the administrator's token is in {path}")
-    if server.plane.recovered.adopted:
-        lines.append(f"found  {server.plane.recovered.adopted} running sandboxes of the previous server")
+    if server.adopted:
+        lines.append(f"found  {server.adopted} running sandboxes of the previous server")
     command = "carrel" if shutil.which("carrel") else os.path.join(os.path.dirname(sys.executable), "carrel")
     lines.append(f"try    {command} run 'echo hello from $(hostname)'")
     return "\n".join(lines)
+
+
+def _announce(server: ServerFacts, settings: Settings) -> None:
+    print(_welcome(server, at_terminal=sys.stdout.isatty()), flush=True)  # noqa: T201
+    if not is_loopback(settings.host):
+        log.warning(
+            "other machines can connect to this server over plain HTTP, which sends tokens and files unencrypted; "
+            "listen on 127.0.0.1 and put a proxy with TLS in front of it"
+        )
 
 
 def _call_when_unused(users: Path, unused: Callable[[], object]) -> None:
@@ -397,12 +449,7 @@ async def _serve(settings: Settings, users: Path | None, starting: Sequence[int]
             server = await stack.enter_async_context(running(settings))
         for each in starting:
             os.close(each)
-        print(_welcome(server, at_terminal=sys.stdout.isatty()), flush=True)  # noqa: T201
-        if not is_loopback(settings.host):
-            log.warning(
-                "other machines can connect to this server over plain HTTP, which sends tokens and files unencrypted; "
-                "listen on 127.0.0.1 and put a proxy with TLS in front of it"
-            )
+        _announce(server, settings)
         if users is None:
             from carrel.api.app import resources
 
@@ -421,16 +468,131 @@ def serve(settings: Settings, users: Path | None = None, starting: Sequence[int]
     """
     for each in starting:
         os.set_inheritable(each, False)
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    logging.basicConfig(level=settings.log_level.upper(), stream=sys.stderr, format=_LOG_FORMAT.format(""))
     if settings.log_level != "debug":
         for name in ("uvicorn", "httpx"):  # the latter writes addresses, and some are signed: they are secrets
             logging.getLogger(name).setLevel(logging.WARNING)
     _raise_file_limit()
+    if settings.worker_count > 1 and users is None:
+        _serve_with_workers(settings, settings.worker_count)
+        return
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, users, starting))
+
+
+# with several workers
+
+
+def _serve_with_workers(settings: Settings, count: int) -> None:
+    """Run a server of several processes: this one leads them."""
+    from carrel.control.nodes.workers import WorkerTable
+    from carrel.workers import Leader
+
+    if settings.node_url is not None:
+        raise InvalidRequest(
+            "a server with several workers has no single address for other servers: each worker has one of its own",
+            field="node_url",
+            hint="leave CARREL_NODE_URL out, or run one worker",
+        )
+    if settings.spiffe.source != "none":
+        raise InvalidRequest(
+            "a server with several workers cannot have a SPIFFE ID yet: each worker would need one of its own",
+            field="workers",
+            hint="run one worker, or several servers, or leave CARREL_SPIFFE_SOURCE out",
+        )
+    layout = Layout(settings.data_dir)
+    layout.prepare()
+    with _locked(settings.data_dir), closing(_bind(settings.host, settings.port, "host", "port")) as listener:
+        token, token_is_new = _token(settings)
+        _import_for_workers()
+        table, (url, listens_on) = WorkerTable(count), _urls(listener)
+
+        def work(index: int, alone: bool) -> None:
+            import uvloop
+
+            for handler in logging.getLogger().handlers:
+                handler.setFormatter(logging.Formatter(_LOG_FORMAT.format(f"worker-{index} ")))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_work(settings, token, table, listener, index, alone=alone))
+
+        def started() -> None:
+            _write_record(settings, url)
+            facts = ServerFacts(url, listens_on, token, token_is_new, settings.data_dir, table.adopted())
+            _announce(facts, settings)
+
+        try:
+            Leader(table, work).run(started)
+        finally:
+            _remove_record(settings)
+            for path in (_worker_locks(layout), f"{_worker_locks(layout)}-database"):
+                with suppress(OSError):
+                    os.unlink(path)
+
+
+def _import_for_workers() -> None:
+    """Import what workers need before they are forked: they share its memory, and a replacement starts at once."""
+    with importing():
+        _import_the_rest()
+        import uvloop  # noqa: F401
+
+        from carrel.api.app import resources
+        from carrel.isolation import probe
+
+        resources()
+        probe.host()  # the workers get the findings
+
+
+def _worker_locks(layout: Layout) -> str:
+    return os.path.join(layout.run, "workers.lock")
+
+
+async def _work(
+    settings: Settings, token: str | None, table: WorkerTable, listener: socket.socket, index: int, *, alone: bool
+) -> None:
+    """Run one worker until SIGTERM."""
+    from carrel.api.serving import SharedListener
+    from carrel.control.nodes.registry import UNIX
+    from carrel.control.nodes.workers import SharedChange, Worker
+
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    layout = Layout(settings.data_dir)
+    worker = Worker(
+        settings.node or layout.node(),
+        index,
+        table.workers,
+        table,
+        socket=os.path.join(layout.run, f"worker-{index}.sock"),
+        locks=_worker_locks(layout),
+        alone=alone,
+    )
+    own: list[socket.socket] = []
+    if settings.database_url.startswith(FLEET_DATABASES):  # other servers reach each worker by itself
+        own.append(_bind(settings.host, 0, "host", "port"))
+    async with AsyncExitStack() as stack:
+        plane, server = await stack.enter_async_context(_answering(settings, token, worker, own))
+        await server.listen_too(worker.socket)
+        stack.callback(os.unlink, worker.socket)
+        beating = asyncio.get_running_loop().create_task(_beat(table, worker, plane, server))
+        stack.push_async_callback(tasks.cancel, [beating])
+        await plane.nodes.join(_node_url(own[0], None) if own else UNIX + worker.socket, carrel.__version__)
+        table.set_adopted(index, plane.recovered.adopted)
+        table.beat(index)
+        table.set_ready(index, True)
+        stack.callback(table.set_ready, index, False)
+        worker.announce(SharedChange.NODES)
+        shared = SharedListener(listener, server, lambda: server.open_connections > table.least_connections())
+        stack.callback(shared.close)
+        await stop.wait()
+        log.info("shutting down")
+
+
+async def _beat(table: WorkerTable, worker: Worker, plane: ControlPlane, server: HttpServer) -> None:
+    """Give signs of life to the leader, and tell the other workers how busy this one is."""
+    while True:
+        table.beat(worker.index)
+        table.set_connections(worker.index, server.open_connections)
+        plane.nodes.tell()
+        await asyncio.sleep(_BEAT_S)

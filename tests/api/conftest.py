@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -10,13 +11,14 @@ import httpx
 import pytest
 from tests.support.governed import POLICY, Known
 from tests.support.refusals import Contract
+from tests.support.worker_servers import ServerWithWorkers, server_with_workers
 
 from carrel.config import Settings, load
 from carrel.server import RunningServer, running
 
 
 @pytest.fixture(autouse=True)
-def _forked(forked: None) -> None: ...
+def _forked(forked: None, carrel_forks: None) -> None: ...
 
 
 @pytest.fixture
@@ -28,9 +30,18 @@ def settings() -> Iterator[Settings]:
 
 
 @pytest.fixture
-async def server(settings: Settings) -> AsyncIterator[RunningServer]:
-    async with running(settings) as server:
-        yield server
+async def server(
+    settings: Settings, request: pytest.FixtureRequest
+) -> AsyncIterator[RunningServer | ServerWithWorkers]:
+    count = request.config.getoption("--workers-of-server")
+    if count > 1 and {"monkeypatch", "caplog"} & set(inspect.signature(request.function).parameters):
+        pytest.skip("the test changes or watches the process of the server, and there are several")
+    if count == 1:
+        async with running(settings) as server:
+            yield server
+    else:
+        with server_with_workers(settings, count) as several:
+            yield several
 
 
 _read: list[Contract] = []

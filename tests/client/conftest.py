@@ -17,10 +17,10 @@ from tests.support.fork_server import Forked, start
 from carrel.client import AsyncClient, AsyncSandbox, Client, Sandbox
 
 
-def start_server(directory: Path) -> Forked | subprocess.Popen[bytes]:
+def start_server(directory: Path, workers: int = 1) -> Forked | subprocess.Popen[bytes]:
     """Start a server; it is forked where a fork server runs."""
     command = [sys.executable, "-m", "carrel", "serve", "--port", "0", "--data-dir", str(directory)]
-    command += ["--set", "sandbox.allow_process=true"]
+    command += ["--set", "sandbox.allow_process=true", "--workers", str(workers)]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
     with (directory.parent / "server.log").open("ab") as log:
         server = start(command, env=environment, stdout=log, stderr=log)
@@ -35,9 +35,11 @@ def start_server(directory: Path) -> Forked | subprocess.Popen[bytes]:
 
 
 @pytest.fixture(scope="session")
-def data_dir(tmp_path_factory: pytest.TempPathFactory, carrel_forks: None) -> Iterator[Path]:
+def data_dir(
+    tmp_path_factory: pytest.TempPathFactory, carrel_forks: None, pytestconfig: pytest.Config
+) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("server") / "data"
-    server = start_server(directory)
+    server = start_server(directory, pytestconfig.getoption("--workers-of-server"))
     try:
         yield directory
     finally:

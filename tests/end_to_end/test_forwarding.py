@@ -92,6 +92,13 @@ async def test_every_kind_of_request_through_the_wrong_server(fleet: Fleet, at: 
     assert (await http.patch(f"{box}/commands")).status_code in {404, 405}
     assert (await http.get(box)).json()["node"] == owner
     assert (await started(http, "every-kind"))[0] == owner, "it is found, not started again"
+    # the caller's trace, and no header that only looks like one
+    trace = {"traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "tracestate": "x=1"}
+    answer = await http.post(f"{box}/commands", json={"command": "echo $TRACEPARENT $TRACESTATE"}, headers=trace)
+    assert answer.json()["stdout"] == f"{trace['traceparent']} x=1\n"
+    trace["traceparent"] += "-more"
+    answer = await http.post(f"{box}/commands", json={"command": "echo ${TRACEPARENT-none}"}, headers=trace)
+    assert answer.json()["stdout"] == "none\n"
     # streams
     answer = await http.post(f"{box}/commands/stream", json={"command": "echo one; echo two"})
     events = [json.loads(line) for line in answer.text.splitlines()]

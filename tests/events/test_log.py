@@ -273,3 +273,91 @@ async def test_only_one_server_delivers_to_a_bus(store: EventStore) -> None:
     await store.stop_delivering("nats", "a")
     assert await store.deliver("nats", "b", 0.0)
     assert await store.delivered("nats") == 7
+
+
+async def test_an_event_that_cannot_be_told_is_lost_and_the_log_says_so(
+    log: EventLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    log.tell([draft("c", 1)])
+    assert await read(log, EVERYTHING, 0, 1) == [(1, '{"n":1}')]
+    await log.close()
+    log.tell([draft("c", 2)])
+    assert "1 events (notice) are lost: the event log is closed" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["postgresql"])
+async def test_a_reader_that_comes_from_another_server_is_ahead_of_this_one_and_misses_nothing(
+    log: EventLog, another: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it saw last there is not in the memory of this server yet."""
+    other = await another("b")
+    async with asyncio.timeout(30), aclosing(other.follow(EVERYTHING, None)) as busy:
+        await anext(busy)  # from now on the other server has the newest events in memory
+
+        released = asyncio.Event()
+
+        async def late() -> None:
+            await released.wait()
+
+        monkeypatch.setattr(other, "_read_new", late)
+        await asyncio.sleep(0.2)
+        await log.append([draft("c", number) for number in range(5)])
+        assert [id for id, _ in await read(log, EVERYTHING, 0, 5)] == [1, 2, 3, 4, 5]
+        assert other._tail is not None
+        assert other._tail.last < 5
+        async with aclosing(other.follow(EVERYTHING, 5)) as pages:
+            first = await anext(pages)
+            assert (first.missing, first.events, first.position) == (None, [], 5)
+            monkeypatch.undo()
+            released.set()
+            await log.append([draft("c", 5)])
+            assert [event.id for event in (await anext(pages)).events] == [6], "none twice"
+
+
+async def test_an_id_of_another_log_is_noticed(log: EventLog) -> None:
+    await log.append([draft("c", 1)])
+    while await log.last() < 1:
+        await asyncio.sleep(0.01)
+    async with asyncio.timeout(30), aclosing(log.follow(EVERYTHING, 99)) as pages:
+        assert (await anext(pages)).missing == 1
+
+
+async def test_a_reader_of_a_quiet_context_is_told_that_it_lives_while_others_are_busy(log: EventLog) -> None:
+    async def busy() -> None:
+        number = 0
+        while True:
+            number += 1
+            await log.append([draft("busy", number)])
+            await asyncio.sleep(0.01)
+
+    working = asyncio.create_task(busy())
+    try:
+        async with (
+            asyncio.timeout(10),
+            aclosing(log.follow(EventFilter(context_id="quiet"), 0, beat_s=0.2)) as pages,
+        ):
+            positions = [(await anext(pages)).position for _ in range(4)]
+        assert positions == sorted(positions)
+        assert positions[-1] > positions[0], "its position moves past what was not for it"
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+async def test_who_waits_when_the_log_closes_without_a_database_is_told(where: str) -> None:
+    class Away(EventStore):
+        async def append(self, drafts: object) -> None:
+            raise PlatformError("the database is away")
+
+    database = await Database.open(where)
+    log = EventLog(Away(database), "a", keep_days=7, keep_bytes=2**30)
+    await log.open()
+    many = [draft("c", number) for number in range(log_module.MAX_BATCH - 1)]
+    waiting = [asyncio.create_task(log.append(many)) for _ in range(4)]
+    log.add(many)
+    await asyncio.sleep(0)
+    await log.close()
+    async with asyncio.timeout(10):
+        ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(end) for end in ends] == [PlatformError] * 4
+    await database.close()

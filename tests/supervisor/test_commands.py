@@ -30,6 +30,32 @@ async def test_binary_output(supervisor: Supervisor) -> None:
     assert base64.b64decode(result["stderr_base64"]) == b"\xfe"
 
 
+async def test_a_command_that_closes_its_output_runs_on_until_it_ends(supervisor: Supervisor) -> None:
+    await supervisor.run("mkfifo go")
+    started = await supervisor.ask("POST", "/commands", {"command": "exec >&- 2>&-; read line <go; exit 5"})
+    assert started["running"]
+    ended = await supervisor.run(["true"])  # beside it: the first has closed its output by now, or soon
+    assert ended["exit_code"] == 0
+    assert (await supervisor.ask("GET", f"/commands/{started['id']}"))["running"]
+    await supervisor.run("echo >go")
+    result = await supervisor.ask("GET", f"/commands/{started['id']}/result")
+    assert result["exit_code"] == 5
+
+
+async def test_processes_left_behind_do_not_get_lost_between_commands(supervisor: Supervisor) -> None:
+    for _ in range(3):  # each ends without children, with one, and kills it
+        assert (await supervisor.run("true"))["exit_code"] == 0
+        left = await supervisor.ask("POST", "/commands", {"command": "setsid sleep 1000 >/dev/null 2>&1 & true"})
+        await supervisor.ask("GET", f"/commands/{left['id']}/result")
+        assert (await supervisor.ask("GET", "/health"))["state"] == "busy"
+        await supervisor.ask("DELETE", f"/commands/{left['id']}")
+
+        async def idle() -> bool:
+            return bool((await supervisor.ask("GET", "/health"))["state"] == "idle")
+
+        await until(idle)
+
+
 async def test_exit_by_signal(supervisor: Supervisor) -> None:
     result = await supervisor.run("kill -9 $$")
     assert (result["exit_code"], result["signal"]) == (None, "SIGKILL")

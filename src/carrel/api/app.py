@@ -26,6 +26,7 @@ from carrel.api.forwarding import Forwarding
 from carrel.api.gate import Gate
 from carrel.api.guard import OperationRoute, import_framework
 from carrel.api.page import page
+from carrel.api.worker_metrics import WorkerMetrics
 from carrel.control.plane import ControlPlane
 
 DESCRIPTION = """A private, durable, governed workspace for every AI agent.
@@ -60,14 +61,20 @@ def create_app(
             authenticated=authenticated,
             verified=plane.identities is not None,
         )
+    app = routes(plane, version)
+    app.state.worker_metrics = None
+    if plane.worker.count > 1:
+        app.state.worker_metrics = WorkerMetrics(plane.routing, plane.passes, plane.worker, authenticated=authenticated)
     return Gate(
-        routes(plane, version),
+        app,
         tokens=plane.tokens if authenticated else None,
         requests=plane.requests,
         redact=plane.secret_values.clean_text,
         max_body=plane.settings.max_body,
         hosts=hosts,
         forwarding=forwarding,
+        tracing=plane.tracing,
+        others=plane.others,
     )
 
 

@@ -42,6 +42,7 @@ from carrel.identity import ROOT, Identity, Tokens
 from carrel.metrics import Metrics
 from carrel.models.operations import DEPLOY_OR_RESUME, TABLE, ForwardedOperation
 from carrel.primitives import tasks
+from carrel.tracing import trace_now
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -58,6 +59,8 @@ _HOP = frozenset(
     }
 )  # fmt: skip
 """Headers of an answer that concern one connection, or that the gate of this server adds."""
+_REPLACED = frozenset({b"x-request-id", b"traceparent", b"tracestate"})
+"""Headers of a request whose values this server has checked, or makes."""
 
 
 def _prefixes() -> str:
@@ -311,8 +314,10 @@ class Forwarding:
 
     def _headers(self, peer: Peer, scope: Scope, described: str, caller: Caller) -> list[tuple[bytes, bytes]]:
         """Return the headers of a forwarded request, with its pass."""
-        headers = [pair for pair in kept_headers(scope["headers"]) if pair[0] != b"x-request-id"]
+        headers = [pair for pair in kept_headers(scope["headers"]) if pair[0] not in _REPLACED]
         headers.append((b"x-request-id", (caller.request_id or "").encode()))
+        if (trace := trace_now(caller.trace)) is not None:
+            headers += trace.headers()
         request = Forwardable(scope.get("method", "GET"), _target_of(scope), headers, described)
         who = ANYONE
         if self._authenticated:

@@ -23,10 +23,12 @@ from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode, headers_of
 from carrel.connections import mark_authenticated, of_scope, replay
 from carrel.control.governance.open_requests import OpenRequest, OpenRequests
 from carrel.control.nodes.passes import HEADER, require_body, require_length
+from carrel.control.nodes.workers import OtherWorkers
 from carrel.control.operations.caller import Caller
 from carrel.errors import CarrelError, InvalidRequest, TooLarge, Unauthorized
 from carrel.identity import ROOT, Identity, Tokens
 from carrel.primitives import tasks
+from carrel.tracing import Span, Tracing, current, trace_of
 
 log = logging.getLogger("carrel.api")
 
@@ -34,6 +36,7 @@ Redact = Callable[[str | None, str], Awaitable[str]]
 """Removes the secrets of a context or a sandbox from a text."""
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/docs", "/openapi.json"})
+UNTRACED = OPEN_PATHS | {"/metrics"}
 STREAMED = {
     "PUT": re.compile(r"/v1/(sandboxes/[^/]+/files|filespaces/[^/]+)/content"),
     "POST": re.compile(r"/v1/((sandboxes/[^/]+/files|execute)/bundle|images/(import|build))"),
@@ -46,7 +49,7 @@ MAX_WAIT_S = 600.0
 _WANTED = frozenset(
     {
         b"authorization", b"host", b"origin", b"content-length", b"sec-websocket-protocol",
-        b"carrel-approval", b"carrel-wait", b"x-request-id", HEADER,
+        b"carrel-approval", b"carrel-wait", b"x-request-id", b"traceparent", b"tracestate", HEADER,
     }
 )  # fmt: skip
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -70,7 +73,7 @@ def _origin_host(value: bytes) -> str | None:
 
 class Gate:
     """Wraps the application. `tokens` None: no token is needed; `hosts` None: any Host is accepted; `forwarding` None:
-    this server is alone.
+    this server is alone; `others` None: it is one process; `tracing` None: no request is traced.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class Gate:
         max_body: int,
         hosts: frozenset[str] | None,
         forwarding: Forwarding | None,
+        tracing: Tracing | None,
+        others: OtherWorkers | None,
     ):
         self._app = app
         self._tokens = tokens
@@ -91,6 +96,8 @@ class Gate:
         self._max_body = max_body
         self._hosts = hosts
         self._forwarding = forwarding
+        self._tracing = tracing
+        self._others = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -100,6 +107,7 @@ class Gate:
         started = refused = False
         opened: OpenRequest | None = None
         caller: Caller | None = None
+        traced: Span | None = None
         task = asyncio.current_task()
         assert task is not None
 
@@ -116,6 +124,8 @@ class Gate:
             if refused:
                 return
             if message["type"] == "http.response.start":
+                if traced is not None:
+                    _answered(traced, scope, message["status"])
                 name = "" if caller is None else caller.request_id or ""
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode())]
             await send(message)
@@ -123,9 +133,15 @@ class Gate:
         try:
             headers = {name: value for name, value in scope["headers"] if name in _WANTED}
             self._admit(scope, headers)
+            if self._others is not None and self._others.changed:
+                await self._others.follow()
             identity = await self._identify(scope, headers)
             opened = self._requests.open(identity)
             caller = scope[CALLER] = _caller(identity, headers)
+            if self._tracing is not None and scope["path"] not in UNTRACED:
+                facts = {"method": scope.get("method"), "actor": identity.subject, "request": caller.request_id}
+                traced = self._tracing.request(scope.get("method") or scope["type"], caller.trace, facts)
+                current.set(traced)
             if opened is not None and self._streams(scope):
                 opened.stays_open(task.cancel)
             forwarding = self._forwarding
@@ -167,6 +183,9 @@ class Gate:
         finally:
             if opened is not None:
                 opened.close()
+            if traced is not None:
+                current.set(None)
+                traced.end()
 
     async def _answer(
         self,
@@ -323,8 +342,20 @@ def _caller(identity: Identity, headers: dict[bytes, bytes]) -> Caller:
         )
     wait = headers.get(b"carrel-wait")
     return Caller(
-        identity, None if approval is None else approval.decode(), 0.0 if wait is None else _seconds(wait), request_id
+        identity,
+        None if approval is None else approval.decode(),
+        0.0 if wait is None else _seconds(wait),
+        request_id,
+        trace_of(headers.get(b"traceparent"), headers.get(b"tracestate")),
     )
+
+
+def _answered(traced: Span, scope: Scope, status: int) -> None:
+    """Tell a span what was asked for, and how it was answered."""
+    route = getattr(scope.get("route"), "path", None)
+    if isinstance(route, str):
+        traced.rename(f"{scope['method']} {route}")
+    traced.set(status=status, route=route)
 
 
 def _seconds(given: bytes) -> float:

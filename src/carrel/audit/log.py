@@ -50,8 +50,8 @@ class LogStore(ExportStore, SearchStore, Protocol):
     ) -> None:
         """Write what `build` returns for the ends of chains."""
 
-    async def unclean(self, node: str) -> Sequence[tuple[str, str, int, bool]]:
-        """Return the holds of a server that are not clean."""
+    async def unclean(self, *nodes: str) -> Sequence[tuple[str, str, int, bool]]:
+        """Return the holds of servers that are not clean."""
 
     async def holds(self, chain: str) -> Sequence[tuple[str, str, int, bool]]:
         """Return the holds of a chain."""
@@ -148,11 +148,13 @@ class AuditLog:
         self._head_timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def open(self) -> list[Unfinished]:
-        """Start writing. Ends operations that this server left open when it was killed as unknown, and returns them."""
+    async def open(self, former: Sequence[str] = ()) -> list[Unfinished]:
+        """Start writing. Ends operations that this server left open when it was killed as unknown, and returns them.
+        `former` are more names under which processes of it wrote that are dead.
+        """
         self._task = asyncio.get_running_loop().create_task(self._run())
         try:
-            left = [Hold(*hold) for hold in await self._store.unclean(self.node)]
+            left = [Hold(*hold) for hold in await self._store.unclean(self.node, *former)]
             return [one for hold in left for one in await self._close_open(hold.chain, [hold])]
         except BaseException:
             await self.close()

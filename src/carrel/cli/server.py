@@ -27,6 +27,12 @@ def serve(
     data_dir: Annotated[Path | None, typer.Option(help="The directory for workspaces, records and tokens.")] = None,
     config: Annotated[Path | None, typer.Option(help="A settings file.", show_default="carrel.toml")] = None,
     provider: Annotated[str | None, typer.Option(help="Default provider of sandboxes.", show_default="auto")] = None,
+    workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", help="Processes that answer requests; 'auto': one for each processor.", show_default="1"
+        ),
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     setting: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable.")
@@ -51,6 +57,7 @@ def serve(
         "host": host,
         "port": port,
         "data_dir": None if data_dir is None else str(data_dir),
+        "workers": workers,
         "sandbox.provider": provider,
         "log_level": log_level,
     }

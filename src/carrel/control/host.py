@@ -60,8 +60,17 @@ class HostParts:
         )
 
     @classmethod
-    async def open(cls, settings: Settings, providers: Mapping[str, Provider] | None = None) -> HostParts:
-        """Open the data directory, and start to prepare the providers. None: those of this host."""
+    async def open(
+        cls,
+        settings: Settings,
+        providers: Mapping[str, Provider] | None = None,
+        *,
+        first: bool = True,
+        last: bool = True,
+    ) -> HostParts:
+        """Open the data directory, and start to prepare the providers. None: those of this host. `first`: no other
+        process uses the directory yet; `last`: none does after `close`.
+        """
         layout = Layout(settings.data_dir)
         await asyncio.to_thread(layout.prepare)
         storage = EnvironmentStorage(os.path.join(layout.data_dir, "envs"))
@@ -69,7 +78,9 @@ class HostParts:
         directory = settings.images.directory or os.path.join(layout.data_dir, "images")
         images = await asyncio.to_thread(_open_images, settings.images, directory)
         sizes = {"pool_bytes": settings.volumes_mb << 20, "pool_max_bytes": settings.volumes_max_mb << 20}
-        driver = await asyncio.to_thread(lambda: open_driver(layout.storage, settings.volumes, **sizes))
+        driver = await asyncio.to_thread(
+            lambda: open_driver(layout.storage, settings.volumes, first=first, last=last, **sizes)
+        )
         identities: Identities | None = None
         try:
             identities = await _open_identities(settings, layout)

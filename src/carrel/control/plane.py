@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from carrel import __version__
 from carrel.audit import AuditLog, SigningKey
 from carrel.config import ApprovalSettings, Settings
 from carrel.control.egress.connection_events import MINUTE_S, ConnectionEvents
@@ -37,6 +38,7 @@ from carrel.control.nodes.passes import Passes
 from carrel.control.nodes.peers import Peers
 from carrel.control.nodes.registry import Nodes, beat_every
 from carrel.control.nodes.routing import Routing
+from carrel.control.nodes.workers import OtherWorkers, SharedChange, Worker
 from carrel.control.operations.admission import Admission
 from carrel.control.operations.command_ends import CommandEnds
 from carrel.control.operations.happened import events_of
@@ -93,12 +95,15 @@ from carrel.metrics import Metrics
 from carrel.models import HostReport
 from carrel.policy.rules.layers import Layer
 from carrel.primitives import tasks
+from carrel.primitives.keyed_lock import KeyedLocks
+from carrel.primitives.process_locks import LocksOf, ProcessLocks
 from carrel.providers.base import Provider
 from carrel.secrets import Vault
 from carrel.store import Database, FilespaceStore, SecretStore, SessionStore
 from carrel.store.approvals import ApprovalStore
 from carrel.store.audit import AuditStore
 from carrel.store.code_contexts import CodeContextStore
+from carrel.store.database import Workers
 from carrel.store.environments import EnvironmentStore
 from carrel.store.events import EventStore
 from carrel.store.leases import LeaseStore
@@ -107,6 +112,7 @@ from carrel.store.nodes import NodeStore
 from carrel.store.policies import PolicyStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.store.tokens import TokenStore
+from carrel.tracing import Tracing
 from carrel.workspaces.archive import Archive
 from carrel.workspaces.checkpoints import CheckpointStore
 from carrel.workspaces.folder_rules import IGNORED
@@ -135,6 +141,8 @@ class ControlPlane:
         self,
         settings: Settings,
         host: HostParts,
+        worker: Worker,
+        locks: ProcessLocks | None,
         database: Database,
         key: SigningKey,
         vault: Vault,
@@ -152,13 +160,18 @@ class ControlPlane:
         self.providers = providers = host.providers
         self.recovered = Recovered()
         self.driver = driver = host.driver
-        self.node = node = settings.node or layout.node()
+        self.worker = worker
+        self._locks = locks
+        self.server = server = worker.server
+        self.node = node = worker.name
+        lock_of: LocksOf = KeyedLocks().of if locks is None else locks.of
         self.metrics = metrics = Metrics()
+        self.tracing = tracing = _tracing(settings, node)
         self._database = database
         self.store = store = SessionStore(database)
         self.live = live = LiveSandboxes()
         notes = SessionNotes(live, store)
-        leases = Leases(LeaseStore(database), node, settings.lease_s)
+        leases = Leases(LeaseStore(database), worker, settings.lease_s)
         self.audit = audit = AuditLog(AuditStore(database), key, node, events_of, strict=settings.audit.strict)
         event_store = EventStore(database)
         self.events = events = EventLog(
@@ -178,11 +191,11 @@ class ControlPlane:
             node_store,
             live,
             providers,
-            name=node,
+            worker=worker,
             key_id=vault.key_id,
-            capacity=settings.max_sandboxes,
+            capacity=worker.share(settings.max_sandboxes),
             lease_s=settings.lease_s,
-            shared=settings.database is not None,
+            shared=settings.database is not None or worker.count > 1,
             identity=None if host.identities is None else host.identities.node,
         )
         self.identities = host.identities
@@ -215,12 +228,21 @@ class ControlPlane:
         # attachments: they turn a bare sandbox into a workspace
         snapshot_store, filespace_store = SnapshotStore(database), FilespaceStore(database)
         self.routing = Routing(nodes, self.peers, node_store, snapshot_store, live)
-        mcp_store, environment_store = McpServerStore(database), EnvironmentStore(database, node)
+        mcp_store, environment_store = McpServerStore(database), EnvironmentStore(database, server)
         filespaces_dir = os.path.join(layout.data_dir, "filespaces")
-        bases = FilespaceBases(os.path.join(filespaces_dir, "bases"))
+        bases = FilespaceBases(os.path.join(filespaces_dir, "bases"), alone=worker.alone)
         archive = Archive(remote, os.path.join(layout.cache, "archive"))
         self.workspaces = workspaces = Workspaces(
-            layout, driver, snapshot_store, archive, bases, node, metrics, ttl_days=settings.workspace_ttl_days
+            layout,
+            driver,
+            snapshot_store,
+            archive,
+            bases,
+            server,
+            metrics,
+            lock_of,
+            locks,
+            ttl_days=settings.workspace_ttl_days,
         )
         plans = Plans(layout.run, upstreams, policies.of_record, values.values_of)
         self.egress = egress = EgressService(
@@ -231,12 +253,16 @@ class ControlPlane:
             audit,
             metrics,
             events=connection_events,
+            tracing=tracing,
             redact=values.clean,
+            store=store,
+            locks=lock_of,
+            last=worker.first,
             ask_wait_s=settings.egress.ask_wait_s,
         )
         self._mcp_links = links = McpLinks(settings.mcp.start_timeout_s)
         spool = os.path.join(filespaces_dir, "spool")
-        files = FilespaceFiles(workspaces, filespace_store, remote, bases, spool, notes, values)
+        files = FilespaceFiles(workspaces, filespace_store, remote, bases, spool, notes, values, alone=worker.alone)
         masks = PolicyMasks(policies)
         folders = Folders(settings.sandbox.folder_root_paths, layout.data_dir, home_mb=settings.sandbox.home_mb)
         self._protected_folders = ProtectedFolders(os.path.join(layout.data_dir, "protected"), audit, notes)
@@ -248,8 +274,8 @@ class ControlPlane:
             ignored=(*IGNORED, *settings.checkpoints.ignored_names),
             wait_s=settings.approvals.ttl_s,
         )
-        secret_files = SecretFiles(values, plans, admission, live)
-        holds = EnvironmentHolds(environment_store)
+        self._secret_files = secret_files = SecretFiles(values, plans, admission, live)
+        holds = EnvironmentHolds(environment_store, lock_of)
         runs = RunCheckpoints(
             checkpoints,
             audit,
@@ -257,9 +283,13 @@ class ControlPlane:
             keep_runs=settings.checkpoints.keep_runs,
             max_bytes=settings.checkpoints.max_mb * MB,
         )
-        declarations = McpDeclarations(mcp_store, links)
-        capacity, sizes = Capacity(settings.max_sandboxes, live), PoolSizes(settings.pool, templates)
-        self._slots = slots = Slots(settings.pool, providers, sizes, capacity, metrics, host.images, host.still_means)
+        self.mcp_declarations = declarations = McpDeclarations(mcp_store, links)
+        most = settings.max_sandboxes
+        capacity = Capacity(worker.share(most), live, of_server=most)
+        sizes = PoolSizes(settings.pool, templates, worker.share)
+        self._slots = slots = Slots(
+            settings.pool, providers, sizes, capacity, metrics, events, host.images, host.still_means, worker
+        )
         self.pools = Pools(settings.pool, slots, sizes, templates, providers, admission)
         self.images = images = Images(
             settings.images,
@@ -268,7 +298,7 @@ class ControlPlane:
             admission,
             metrics,
             slots,
-            node=node,
+            node=server,
         )
         self._sandbox_image = SandboxImage(images, store, default=settings.sandbox.image)
         self.attachments = attachments = Attachments(
@@ -294,7 +324,7 @@ class ControlPlane:
         starting = Starting(
             settings, store, workspaces, leases, live, providers, templates, attachments, audit, capacity, slots
         )
-        self.sessions = sessions = Sessions(starting, store, workspaces, leases, live, providers, attachments)
+        self.sessions = sessions = Sessions(starting, store, workspaces, leases, live, providers, attachments, lock_of)
         # Packages are made by commands of carrel's own, and the commands of callers may wait for packages.
         self.own_operations = own = OwnOperations(sessions, admission, values, policies.longest, ends)
         envs = settings.envs
@@ -372,17 +402,23 @@ class ControlPlane:
                 (svids.renew, look_every(settings.spiffe.lifetime_s)),
                 (values.forget_former, FORGET_EVERY_S),
                 (secret_files.catch_up, SECRETS_FRESH_S),
-                (environments.evict, EVICT_EVERY_S),
                 (slots.check, CHECK_EVERY_S),
+                (connection_events.flush, MINUTE_S),
+                (HomeLimits(sessions, folders).enforce, LOOK_EVERY_S),
+            ),
+            of_server=(
+                (environments.evict, EVICT_EVERY_S),
                 (images.collect, FORGET_EVERY_S),
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
                 (self.sweep_events, FORGET_EVERY_S),
                 (self.count_events, COUNT_EVERY_S),
-                (connection_events.flush, MINUTE_S),
-                (HomeLimits(sessions, folders).enforce, LOOK_EVERY_S),
             ),
+            first=worker.first,
         )  # fmt: skip
+        self.others = self._others_of(worker)
+        self._following: asyncio.Task[None] | None = None
+        self._refreshing: asyncio.Task[None] | None = None
         self._upkeep_task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -392,15 +428,24 @@ class ControlPlane:
         *,
         host: HostParts | None = None,
         providers: Mapping[str, Provider] | None = None,
+        worker: Worker | None = None,
         token: str | None = None,
     ) -> ControlPlane:
         """Open the data directory, take over running sandboxes, start the upkeep. `host` is what was opened already;
-        `token` is the token of the administrator, None when the API asks for none.
+        `token` is the token of the administrator, None when the API asks for none; `worker` is None for a server that
+        is one process.
         """
         async with AsyncExitStack() as stack:
             host = host or await HostParts.open(settings, providers)
             stack.push_async_callback(host.close)
-            database = await Database.open(settings.database_url)
+            worker = worker or Worker(settings.node or host.layout.node())
+            locks: ProcessLocks | None = None
+            others: Workers | None = None
+            if worker.count > 1:
+                locks = ProcessLocks(worker.locks)
+                stack.callback(locks.close)
+                others = Workers(f"{worker.locks}-database", worker.wrote)
+            database = await Database.open(settings.database_url, others)
             stack.push_async_callback(database.close)
             checkpoints = CheckpointStore(
                 os.path.join(host.layout.data_dir, "checkpoints"),
@@ -417,6 +462,8 @@ class ControlPlane:
             plane = cls(
                 settings,
                 host,
+                worker,
+                locks,
                 database,
                 key,
                 vault,
@@ -437,18 +484,23 @@ class ControlPlane:
     async def _begin(self) -> None:
         """Take over what the previous process left, and start the background work."""
         await self.events.open()
-        for left in await self.audit.open():
+        worker = self.worker
+        former = worker.former if worker.alone else ()
+        for left in await self.audit.open(former):
             log.warning("the server ended before this did: %s", left)
         await self._host.ready()
-        self.recovered = await recover(self.sessions, self.store, self.workspaces, self.providers, self.layout.run)
+        self.recovered = await recover(
+            self.sessions, self.store, self.workspaces, self.providers, self.layout.run, worker
+        )
         for box in self.sessions.live():
             await self._command_ends.adopt(box)
         await self._protected_folders.open(self.sessions.live())
         await self._deletions.open(self.sessions.live())
         await self._sandbox_image.open(self.sessions.live())
-        await recover_approvals(self._approval_store, self.sessions.live(), self.audit, self.node)
-        await self._mcp_discovery.open()
-        await self.environments.open()
+        await recover_approvals(self._approval_store, self.sessions.live(), self.audit, self.node, former)
+        if worker.alone:
+            await self._mcp_discovery.open()
+        await self.environments.open(alone=worker.alone)
         await self.router.open()
         networks = (self.settings.sandbox.network, self.settings.sandbox.low_trust_network)
         proxied = any(each is not None and each.proxied for each in networks)
@@ -459,6 +511,46 @@ class ControlPlane:
         if self._bus is not None:
             self._bus.start()
         self._upkeep_task = asyncio.get_running_loop().create_task(self.upkeep.run())
+        if self.others is not None:
+            self._following = asyncio.get_running_loop().create_task(self.others.run())
+
+    def _others_of(self, worker: Worker) -> OtherWorkers | None:
+        """Return what follows the changes of the other workers; None if there are none."""
+        if worker.table is None:
+            return None
+
+        async def tokens() -> None:
+            self.tokens.forget_known()
+            await self.end_revoked()
+
+        async def policies() -> None:
+            self.policies.forget_known()
+            # The proxy follows soon after. Nobody has to wait until all sandboxes have been looked at.
+            if self._refreshing is None or self._refreshing.done():
+                self._refreshing = asyncio.get_running_loop().create_task(self._refresh_networks())
+
+        async def approvals() -> None:
+            self.approvals.wake()
+
+        async def mcp_servers() -> None:
+            self.mcp_declarations.forget_known()
+
+        return OtherWorkers(
+            worker,
+            {
+                SharedChange.TOKENS: tokens,
+                SharedChange.POLICIES: policies,
+                SharedChange.SECRETS: self._secret_files.catch_up,
+                SharedChange.ENVIRONMENTS: self.environments.read_again,
+                SharedChange.APPROVALS: approvals,
+                SharedChange.MCP_SERVERS: mcp_servers,
+                SharedChange.NODES: self.nodes.beat,
+            },
+        )
+
+    async def _refresh_networks(self) -> None:
+        for box in self.live.all():
+            await self.egress.refresh(box)
 
     @cached_property
     def image_builds(self) -> ImageBuilds:
@@ -516,7 +608,7 @@ class ControlPlane:
     async def close(self) -> None:
         """End every sandbox and release everything."""
         self.approvals.close()
-        await tasks.cancel([self._upkeep_task])
+        await tasks.cancel([self._upkeep_task, self._following, self._refreshing])
         await self.nodes.leave()
         if self._webhook is not None:
             await self._webhook.close()
@@ -544,8 +636,12 @@ class ControlPlane:
             if self._bus is not None:
                 await self._bus.close()
             await self.events.close()
+            if self.tracing is not None:
+                await self.tracing.close()
             await self._host.close()
             await self._database.close()
+            if self._locks is not None:
+                self._locks.close()
 
 
 def _bus(settings: Settings, events: EventLog, deliveries: EventStore, node: str) -> NatsBus | None:
@@ -555,6 +651,14 @@ def _bus(settings: Settings, events: EventLog, deliveries: EventStore, node: str
 
     url, keep_s = settings.bus.get_secret_value(), settings.events.keep_days * DAY_S
     return NatsBus(url, events, deliveries, node, keep_s=keep_s)
+
+
+def _tracing(settings: Settings, node: str) -> Tracing | None:
+    if not settings.tracing.enabled:
+        return None
+    from carrel.tracing.otel import OpenTelemetry
+
+    return OpenTelemetry(node, __version__, commands=settings.tracing.commands)
 
 
 def _webhook(settings: ApprovalSettings) -> Webhook | None:

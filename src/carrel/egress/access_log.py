@@ -18,7 +18,8 @@ import marshal
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from carrel.egress.access import Access, AccessRefused
@@ -72,6 +73,15 @@ def item_of(access: Access) -> Item:
     }
 
 
+@dataclass(eq=False, slots=True)
+class _Receiver:
+    """A control plane: how accesses are sent to it, those of which sandboxes, and what it has not acknowledged."""
+
+    send: Send
+    owns: Callable[[str], bool]
+    sent: deque[tuple[int, list[Item]]] = field(default_factory=deque)
+
+
 class AccessLog:
     """All accesses of one proxy that the control plane has not acknowledged; an `access.AccessRecorder`."""
 
@@ -85,9 +95,8 @@ class AccessLog:
         self._most = most
         self._items: dict[int, Item] = {}  # the newest state of each access
         self._unsent: dict[int, None] = {}  # an ordered set of numbers
-        self._sent: deque[tuple[int, list[Item]]] = deque()
+        self._receivers: dict[Hashable, _Receiver] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._send: Send | None = None
         for number, item in self._journal.left.items():
             lost = {"ended": time.time(), "result": "unknown", "reason": "the proxy was killed", "recovered": True}
             self._items[number] = {**item, **lost}
@@ -115,23 +124,32 @@ class AccessLog:
         if access.number:
             self._put(access.number, item_of(access))
 
-    def connect(self, send: Send) -> None:
-        """Send everything that was not acknowledged, and all that follows."""
-        before = [int(str(item["number"])) for _, items in self._sent for item in items]
-        self._sent.clear()
-        self._unsent = dict.fromkeys(number for number in (*before, *self._unsent) if number in self._items)
-        self._send = send
+    def connect(
+        self, send: Send, receiver: Hashable = None, owns: Callable[[str], bool] = lambda _sandbox: True
+    ) -> None:
+        """Send what was not acknowledged, and all that follows, to a receiver: the accesses of the sandboxes that it
+        `owns`. Those of a sandbox that nobody owns go to the receiver that is connected for the longest time.
+        """
+        self.disconnect(receiver)
+        self._receivers[receiver] = _Receiver(send, owns)
         self.flush()
 
-    def disconnect(self) -> None:
-        """Send nothing until the next `connect`."""
-        self._send = None
+    def disconnect(self, receiver: Hashable = None) -> None:
+        """Send nothing more to a receiver. What it did not acknowledge is sent again."""
+        if (gone := self._receivers.pop(receiver, None)) is not None:
+            self._put_back(gone, ())
 
-    def acknowledge(self, upto: int) -> None:
-        """Forget the batches up to this position: they are in the database."""
+    def _put_back(self, gone: _Receiver, unsent: Iterable[int]) -> None:
+        before = [int(str(item["number"])) for _, items in gone.sent for item in items]
+        known = (number for number in (*before, *unsent, *self._unsent) if number in self._items)
+        self._unsent = dict.fromkeys(known)
+
+    def acknowledge(self, upto: int, receiver: Hashable = None) -> None:
+        """Forget the batches of a receiver up to this position: they are in the database."""
         written: list[int] = []
-        while self._sent and self._sent[0][0] <= upto:
-            for item in self._sent.popleft()[1]:
+        known = self._receivers.get(receiver)
+        while known is not None and known.sent and known.sent[0][0] <= upto:
+            for item in known.sent.popleft()[1]:
                 number = int(str(item["number"]))
                 written.append(number)
                 if self._items.get(number) is item:  # else it has ended since
@@ -143,14 +161,28 @@ class AccessLog:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while self._unsent and self._send is not None:
-            numbers = list(itertools.islice(self._unsent, BATCH))
-            for number in numbers:
-                del self._unsent[number]
-            position, items = next(self._positions), [self._items[number] for number in numbers]
-            self._sent.append((position, items))
-            if not self._send(position, items):
-                self._send = None
+        while self._unsent and self._receivers:
+            waiting: dict[Hashable, list[int]] = {}
+            for number in self._unsent:
+                waiting.setdefault(self._receiver_of(self._items[number]), []).append(number)
+            self._unsent = {}
+            for name, numbers in waiting.items():
+                self._send(name, numbers)
+
+    def _receiver_of(self, item: Item) -> Hashable:
+        sandbox = str(item["sandbox"])
+        return next((name for name, each in self._receivers.items() if each.owns(sandbox)), next(iter(self._receivers)))
+
+    def _send(self, name: Hashable, numbers: Sequence[int]) -> None:
+        receiver = self._receivers[name]
+        for start in range(0, len(numbers), BATCH):
+            items = [self._items[number] for number in numbers[start : start + BATCH]]
+            position = next(self._positions)
+            receiver.sent.append((position, items))
+            if not receiver.send(position, items):
+                self._receivers.pop(name, None)
+                self._put_back(receiver, numbers[start + BATCH :])
+                return
 
     def close(self) -> None:
         """Close the journal. It stays on the disk if accesses in it were not acknowledged."""

@@ -60,8 +60,11 @@ class EgressProxy:
         self._access_log = access_log
         self._gateways: dict[str, tuple[Gateway, Outbound]] = {}
         self._dialers: dict[str, Upstreams] = {}
-        self._channel: Channel | None = None
-        self._questions: dict[str, asyncio.Future[Verdict]] = {}
+        self._channels: list[Channel] = []
+        """The control planes that are connected: the workers of one server."""
+        self._owners: dict[str, Channel] = {}
+        """The control plane of each sandbox: the last one that attached it."""
+        self._questions: dict[str, tuple[Channel, asyncio.Future[Verdict]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._acknowledged = asyncio.Event()
         self.ended = asyncio.Event()
@@ -69,13 +72,16 @@ class EgressProxy:
     # the control plane
 
     def connect(self, connection: socket.socket) -> None:
-        """Serve a control plane that has connected. It replaces the one before."""
-        before, self._channel = self._channel, None
-        self._channel = channel = Channel(connection, self._receive, lambda: self._disconnected(channel))
-        if before is not None:
-            before.close()
-            self._deny_questions()
-        self._access_log.connect(partial(self._send_items, channel))
+        """Serve a control plane that has connected."""
+
+        def receive(message: Message, fds: list[int]) -> None:
+            self._receive(channel, message, fds)
+
+        channel = Channel(connection, receive, lambda: self._disconnected(channel))
+        self._channels.append(channel)
+        self._access_log.connect(
+            partial(self._send_items, channel), channel, lambda sandbox: self._owners.get(sandbox) is channel
+        )
 
     def _send_items(self, channel: Channel, position: int, items: list[Item]) -> bool:
         try:
@@ -85,21 +91,17 @@ class EgressProxy:
         return True
 
     def _disconnected(self, channel: Channel) -> None:
-        if channel is not self._channel:
-            return  # another one has connected already
-        self._channel = None
+        self._channels.remove(channel)
+        self._owners = {sandbox: owner for sandbox, owner in self._owners.items() if owner is not channel}
         self._acknowledged.set()
-        self._access_log.disconnect()
-        self._deny_questions()
+        self._access_log.disconnect(channel)
+        for asked, question in self._questions.values():
+            if asked is channel and not question.done():
+                question.set_result(_nobody_to_ask())
         self._end_if_unused()
 
-    def _deny_questions(self) -> None:
-        for question in self._questions.values():
-            if not question.done():
-                question.set_result(_nobody_to_ask())
-
-    def _receive(self, message: Message, fds: list[int]) -> None:
-        act: dict[object, Callable[[Message, list[int]], object]] = {
+    def _receive(self, channel: Channel, message: Message, fds: list[int]) -> None:
+        act: dict[object, Callable[[Channel, Message, list[int]], object]] = {
             "attach": self._attach,
             "change": self._change,
             "detach": self._detach,
@@ -114,7 +116,7 @@ class EgressProxy:
         try:
             if known is None:
                 raise ValueError(f"the proxy does not know '{message.get('op')}'")
-            more = known(message, fds)
+            more = known(channel, message, fds)
             answer |= more if isinstance(more, dict) else {}
         except Exception as error:
             log.exception("the control plane's '%s' failed", message.get("op"))
@@ -123,12 +125,13 @@ class EgressProxy:
             for each in fds:
                 with suppress(OSError):
                     os.close(each)
-        if "seq" in message and self._channel is not None:
+        if "seq" in message:
             with suppress(ChannelClosed):
-                self._channel.send({**answer, "seq": message["seq"]})
+                channel.send({**answer, "seq": message["seq"]})
 
-    def _attach(self, message: Message, fds: list[int]) -> None:
+    def _attach(self, channel: Channel, message: Message, fds: list[int]) -> None:
         plan = EgressPlan.from_memory_file(fds.pop(0))
+        self._owners[plan.sandbox] = channel
         known = self._gateways.get(plan.sandbox)
         if known is not None:
             if fds:  # a server after a restart may have made another
@@ -154,7 +157,7 @@ class EgressProxy:
         self._gateways[plan.sandbox] = (gateway, outbound)
         gateway.start()
 
-    def _change(self, message: Message, fds: list[int]) -> None:
+    def _change(self, _channel: Channel, message: Message, fds: list[int]) -> None:
         plan = EgressPlan.from_memory_file(fds.pop(0))
         known = self._gateways.get(plan.sandbox)
         if known is None:
@@ -165,41 +168,43 @@ class EgressProxy:
         self._dialers[plan.sandbox].change(plan.upstreams)
         outbound.change(plan)
 
-    def _detach(self, message: Message, _fds: list[int]) -> None:
+    def _detach(self, _channel: Channel, message: Message, _fds: list[int]) -> None:
+        self._owners.pop(str(message["sandbox"]), None)
         known = self._gateways.pop(str(message["sandbox"]), None)
         self._dialers.pop(str(message["sandbox"]), None)
         if known is not None:
             known[0].close()
 
-    def _answer(self, message: Message, _fds: list[int]) -> None:
-        question = self._questions.get(message["ask"])
-        if question is not None and not question.done():
+    def _answer(self, channel: Channel, message: Message, _fds: list[int]) -> None:
+        asked, question = self._questions.get(message["ask"], (None, None))
+        if question is not None and asked is channel and not question.done():
             question.set_result(Verdict(**{**message["verdict"], "parts": ()}))
 
-    def _ack(self, message: Message, _fds: list[int]) -> None:
-        self._access_log.acknowledge(int(message["upto"]))
+    def _ack(self, channel: Channel, message: Message, _fds: list[int]) -> None:
+        self._access_log.acknowledge(int(message["upto"]), channel)
         self._acknowledged.set()
 
-    def _flush(self, _message: Message, _fds: list[int]) -> None:
+    def _flush(self, _channel: Channel, _message: Message, _fds: list[int]) -> None:
         self._access_log.flush()
 
-    def _describe(self, _message: Message, _fds: list[int]) -> dict[str, object]:
+    def _describe(self, _channel: Channel, _message: Message, _fds: list[int]) -> dict[str, object]:
         return {"version": VERSION, "pid": os.getpid(), "sandboxes": sorted(self._gateways)}
 
-    def _drain(self, message: Message, _fds: list[int]) -> None:
+    def _drain(self, _channel: Channel, message: Message, _fds: list[int]) -> None:
         task = asyncio.get_running_loop().create_task(self.drain(float(message.get("seconds", DRAIN_S))))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _ask(self, sandbox: str, target: Target, asks: Verdict, request: str | None) -> Verdict:
-        if self._channel is None:
+        channel = self._owners.get(sandbox)
+        if channel is None:
             return _nobody_to_ask()
         # Random, so that an answer for one process is never taken for one for the next.
         number = secrets.token_hex(16)
         question: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._questions[number] = question
+        self._questions[number] = channel, question
         try:
-            self._channel.send(
+            channel.send(
                 {
                     "op": "ask",
                     "ask": number,
@@ -228,8 +233,8 @@ class EgressProxy:
         self.ended.set()
 
     async def run(self, listener: socket.socket, begun: Callable[[], object]) -> None:
-        """Serve the control planes that connect to a listening socket, one after the other, until told to end. Calls
-        `begun` once they can connect.
+        """Serve the control planes that connect to a listening socket until told to end. Calls `begun` once they can
+        connect.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -246,8 +251,8 @@ class EgressProxy:
             self._access_log.flush()
             await self._settle()
         finally:
-            if self._channel is not None:
-                self._channel.close()
+            for channel in list(self._channels):
+                channel.close()
             await self._health.close()
             await self._front.aclose()
             await self._resolver.close()
@@ -257,12 +262,12 @@ class EgressProxy:
         """Wait until the access log is written: otherwise the next process would send it again."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
-                while len(self._access_log) and self._channel is not None:
+                while len(self._access_log) and self._channels:
                     self._acknowledged.clear()
                     await self._acknowledged.wait()
 
     def _end_if_unused(self) -> None:
-        if self._channel is None and not self._gateways and not self._tasks:
+        if not self._channels and not self._gateways and not self._tasks:
             self.ended.set()
 
     def _accept(self, listener: socket.socket) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
@@ -43,6 +43,7 @@ class EventRecords(Protocol):
 
     staged: asyncio.Event
     shared: bool
+    polled: bool
 
     async def open(self) -> None:
         """Make what the log needs."""
@@ -158,6 +159,14 @@ class EventLog:
         """
         self._put(_Append(drafts))
 
+    def tell(self, drafts: Sequence[EventDraft]) -> None:
+        """Append events soon, for a caller that goes on without them: if that is impossible, the log says so."""
+        try:
+            self.add(drafts)
+        except CarrelError as error:
+            kinds = ", ".join(sorted({draft.kind for draft in drafts}))
+            log.warning("%d events (%s) are lost: %s", len(drafts), kinds, error)
+
     async def append(self, drafts: Sequence[EventDraft]) -> None:
         """Append events and return when they are stored. Those of several callers share a transaction. When this
         raises, none of them is stored.
@@ -206,7 +215,7 @@ class EventLog:
                 except Exception as error:
                     self._failed(batch, error)
                     if self._closing:
-                        self._queue.clear()
+                        self._give_up()
                     await asyncio.sleep(backoff.next_pause())
                 else:
                     backoff.reset()
@@ -233,7 +242,22 @@ class EventLog:
         again = [group for group in batch if group.stored is None]
         self._queue.extendleft(reversed(again))
         self._size += sum(len(group.drafts) for group in again)
-        for group in batch:
+        self._refuse(batch)
+
+    def _give_up(self) -> None:
+        """Drop what waits: the server ends, and the database is away."""
+        left = [*self._queue]
+        self._queue.clear()
+        self._size = 0
+        self._refuse(left)
+        lost = sum(len(group.drafts) for group in left if group.stored is None)
+        if lost:
+            log.warning("%d events are lost: the server ends, and they cannot be written", lost)
+
+    @staticmethod
+    def _refuse(groups: Iterable[_Append]) -> None:
+        """Tell those who wait that their events are not stored."""
+        for group in groups:
             if group.stored is not None and not group.stored.done():
                 problem = PlatformError("the event log cannot be written", hint="ask again later")
                 group.stored.set_exception(problem)
@@ -263,28 +287,33 @@ class EventLog:
         The first page comes at once and says the position, and with `beat_s` an empty page comes when nothing happened
         for that time. With `until` it ends when everything up to that id was read.
         """
+        loop = asyncio.get_running_loop()
         with self._reading():
             tail = await self._following()
             position = tail.last if after is None else after
-            if position > tail.last:  # the id is of another database, or of one that was restored
-                yield Page((), tail.last, tail.last)
-                position = tail.last
-            first = True
+            # A reader that comes from another server may have seen more than this one has in memory. If it has seen
+            # more than there is, its id is of another database, or of one that was restored.
+            if position > tail.last and position > (last := await self._store.last()):
+                yield Page((), last, last)
+                position = last
+            first, told = True, loop.time()
             while not self._closing:
                 tail = self._tail or tail
                 grown = tail.grown()
                 page = await self._page(tail, wanted, position)
                 position = page.position
-                if first or page.events or page.missing is not None:
-                    first = False
+                due = beat_s is not None and loop.time() - told >= beat_s  # others are busy, and nothing is for it
+                if first or due or page.events or page.missing is not None:
+                    first, told = False, loop.time()
                     yield page
                 if until is not None and position >= until:
                     return
                 if position >= tail.last and self._tail is tail:
                     try:
-                        async with asyncio.timeout(beat_s):
+                        async with asyncio.timeout_at(None if beat_s is None else told + beat_s):
                             await grown.wait()
                     except TimeoutError:
+                        told = loop.time()
                         yield Page((), position)
 
     async def _page(self, tail: Tail, wanted: EventFilter, position: int) -> Page:
@@ -325,12 +354,12 @@ class EventLog:
     async def _follow_log(self) -> None:
         """Number what is staged, and read what is new while somebody reads."""
         backoff, numbered = Backoff(0.1, 2.0), 0.0
-        staged, shared = self._store.staged, self._store.shared
+        staged, shared, polled = self._store.staged, self._store.shared, self._store.polled
         while True:
             if not shared:
                 await self._read.wait()
             with suppress(TimeoutError):
-                async with asyncio.timeout(None if not shared else POLL_S if self._readers else NUMBER_EVERY_S):
+                async with asyncio.timeout(None if not polled else POLL_S if self._readers else NUMBER_EVERY_S):
                     await staged.wait()
             due = staged.is_set() or time.monotonic() - numbered > NUMBER_EVERY_S
             staged.clear()

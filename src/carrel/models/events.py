@@ -43,6 +43,7 @@ class EventKind(StrEnum):
     SNAPSHOT_RESTORED = "snapshot.restored"
     SNAPSHOT_DELETED = "snapshot.deleted"
     CONTEXT_FORGOTTEN = "context.forgotten"
+    POOL_DRY = "pool.dry"
     NOTICE = "notice"
     LOG = "log"
 
@@ -69,6 +70,7 @@ MEANINGS: Mapping[EventKind, str] = {
     EventKind.SNAPSHOT_RESTORED: "the workspace was brought back to a snapshot",
     EventKind.SNAPSHOT_DELETED: "a snapshot was deleted",
     EventKind.CONTEXT_FORGOTTEN: "an administrator deleted a context, with its events",
+    EventKind.POOL_DRY: "a sandbox found no slot ready in its pool; the next event comes after the pool was full again",
     EventKind.NOTICE: "carrel tells the owner of the session something",
     EventKind.LOG: "a log record that a program sent",
 }

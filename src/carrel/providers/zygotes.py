@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import json
 import os
 import signal
 import socket
@@ -14,11 +16,12 @@ from typing import Any
 
 from carrel.errors import PlatformError, ProviderUnavailable
 from carrel.isolation.inside import MOST_DESCRIPTORS
-from carrel.primitives.channel import Channel, ChannelClosed, close_all, connect, start, wait_for_end
+from carrel.primitives.channel import MAX_MESSAGE, Channel, ChannelClosed, close_all, connect, start, wait_for_end
 from carrel.primitives.tasks import readable
 from carrel.primitives.trees import Identity
 
 START_DEADLINE_S = 30.0
+PROBE_S = 5.0
 FOLDER_DEADLINE_S = 15.0
 SUPERVISOR = "carrel.supervisor.app"
 
@@ -132,7 +135,7 @@ class ZygoteClient:
                 return await self._greet(connect(self._path))
             except (OSError, PlatformError):
                 self._hang_up()
-            connection = await asyncio.get_running_loop().run_in_executor(None, self._spawn)
+            connection = await asyncio.get_running_loop().run_in_executor(None, self._spawn_once)
             try:
                 return await self._greet(connection)
             except PlatformError as error:
@@ -146,6 +149,18 @@ class ZygoteClient:
         channel = self._channel = self._open(connection)
         self.description = await self._ask(channel, "describe", (), {})
         return channel
+
+    def _spawn_once(self) -> socket.socket:
+        """Start a zygote, unless another worker of the server has just started one."""
+        directory = os.open(os.path.dirname(self._path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX)  # it is released when this process ends, however it ends
+            try:
+                return _answering(self._path)
+            except (OSError, ValueError):
+                return self._spawn()
+        finally:
+            os.close(directory)
 
     def _spawn(self) -> socket.socket:
         if self._process is not None:  # the previous one, which has died
@@ -223,3 +238,18 @@ class ZygoteClient:
         elif self._process is not None:
             self._process.returncode = 0  # left alone on purpose
         self._process = None
+
+
+def _answering(path: str) -> socket.socket:
+    """Connect to a zygote that takes requests. One that is just ending accepts connections, but refuses this."""
+    connection = connect(path)
+    try:
+        connection.settimeout(PROBE_S)
+        connection.send(json.dumps({"seq": 1, "op": "describe"}).encode())
+        if "error" in json.loads(connection.recv(MAX_MESSAGE)):
+            raise ConnectionRefusedError
+    except BaseException:
+        connection.close()
+        raise
+    connection.setblocking(False)
+    return connection

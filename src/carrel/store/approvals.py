@@ -165,9 +165,9 @@ class ApprovalStore:
         statement = update(approvals).where(approvals.c.id == approval_id, approvals.c.run == run)
         return await self._database.execute(statement.values(**values)) == 1
 
-    async def runs(self, node: str) -> list[ApprovalRecord]:
-        """Return the approvals whose run on this server has no recorded end, oldest first."""
-        query = select(approvals).where(approvals.c.run_on == node, approvals.c.run.is_not(None))
+    async def runs(self, *nodes: str) -> list[ApprovalRecord]:
+        """Return the approvals whose run on these servers has no recorded end, oldest first."""
+        query = select(approvals).where(approvals.c.run_on.in_(nodes), approvals.c.run.is_not(None))
         return await self._database.all(query.order_by(approvals.c.used_at, approvals.c.id), _record)
 
     async def prune(self, before: float) -> int:

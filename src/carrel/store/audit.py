@@ -89,9 +89,9 @@ class AuditStore(AuditSearch):
         query = select(holds.c.chain).distinct().where(holds.c.chain > after).order_by(holds.c.chain).limit(limit)
         return await self._database.scalars(query)
 
-    async def unclean(self, node: str) -> list[AuditHold]:
-        """Return the chains that a server wrote to and did not leave clean."""
-        return await self._tuples(select(holds).where(holds.c.node == node, holds.c.clean.is_(False)))
+    async def unclean(self, *nodes: str) -> list[AuditHold]:
+        """Return the chains that servers wrote to and did not leave clean."""
+        return await self._tuples(select(holds).where(holds.c.node.in_(nodes), holds.c.clean.is_(False)))
 
     async def holds(self, chain: str) -> list[AuditHold]:
         """Return which servers wrote to a chain."""

@@ -11,9 +11,10 @@ import os
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
 from carrel.config import DATABASES
 from carrel.errors import InvalidRequest, PlatformError
+from carrel.primitives.process_locks import FileLock, open_lock_file
 from carrel.store.schema import migrate
 
 T = TypeVar("T")
@@ -39,6 +41,9 @@ _PRAGMAS = (
 )
 _SWITCH_S = 5.0
 _STAGED = "carrel_staged"
+_CHANGED = "carrel_changed"
+_CHECKPOINT_WRITES = 500
+"""After this many writes a process that takes turns checkpoints the WAL."""
 _MOST_WRITES_HERE = 100
 """After this many writes on the event loop, one goes to the writer's thread, which also checkpoints the WAL."""
 
@@ -56,6 +61,18 @@ def _prepare(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
+
+
+def _never_checkpoint(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
+    connection.execute("PRAGMA wal_autocheckpoint=0")
+
+
+def note_table(
+    connection: Connection, cursor: sqlite3.Cursor, _statement: str, _values: object, context: Any, _many: bool
+) -> None:
+    """Remember the table that a statement changed: `Database` reports it once the transaction is committed."""
+    if (context.isinsert or context.isupdate or context.isdelete) and cursor.rowcount:
+        connection.info.setdefault(_CHANGED, set()).add(context.compiled.statement.table.name)
 
 
 def _never_wait(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
@@ -95,7 +112,14 @@ class _Sqlite:
 
     failures: tuple[type[Exception], ...] = (sqlite3.Error,)
 
-    def __init__(self, path: str):
+    def __init__(self, path: str, turns: str | None):
+        """`turns` is a file in which processes that write take turns: SQLite alone would let them sleep and try again,
+        for longer and longer.
+        """
+        self._turns = [] if turns is None else [open_lock_file(turns), open_lock_file(turns)]
+        turn: list[FileLock | None] = [FileLock(each) for each in self._turns] or [None, None]
+        self._turn, self._turn_here = turn
+        self._writes = 0
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         self._path = path
         url = URL.create("sqlite", database=path)
@@ -106,7 +130,11 @@ class _Sqlite:
         for engine in (self._engine, self._here):
             event.listen(engine, "connect", _prepare)
             event.listen(engine, "begin", _begin)
+            if turns is not None:
+                event.listen(engine, "after_cursor_execute", note_table)
         event.listen(self._here, "connect", _never_wait)
+        if self._turn is not None:
+            event.listen(self._engine, "connect", _never_checkpoint)
         self._writing = self._engine.execution_options(carrel_writes=True)
         self._connection: Connection | None = None
         self._writes_left = _MOST_WRITES_HERE
@@ -117,12 +145,33 @@ class _Sqlite:
         return await asyncio.get_running_loop().run_in_executor(self._reader, _run, self._engine, query)
 
     async def write(self, query: Query[T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._writer, _run, self._writing, query)
+        return await asyncio.get_running_loop().run_in_executor(self._writer, self._write, query)
+
+    def _write(self, query: Query[T]) -> T:
+        if self._turn is None:
+            return _run(self._writing, query)
+        with self._turn.held():
+            result = _run(self._writing, query)
+        self._writes += 1
+        if self._writes >= _CHECKPOINT_WRITES:  # not in the turn: the other processes need not wait for the disk
+            self._writes = 0
+            _run(self._engine, lambda connection: connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").close())
+        return result
 
     def write_here(self, query: Query[T]) -> T:
         if self._writes_left == 0:
             self._writes_left = _MOST_WRITES_HERE
             raise Occupied
+        if self._turn_here is None:
+            return self._write_here(query)
+        if not self._turn_here.take(wait=False):
+            raise Occupied
+        try:
+            return self._write_here(query)
+        finally:
+            self._turn_here.release()
+
+    def _write_here(self, query: Query[T]) -> T:
         if self._connection is None:
             self._connection = self._here.connect().execution_options(carrel_writes=True)
         try:
@@ -158,6 +207,8 @@ class _Sqlite:
         self._disconnect_here()
         self._here.dispose()
         self._engine.dispose()
+        for each in self._turns:
+            os.close(each)
 
 
 def _run(engine: Engine, query: Query[T]) -> T:
@@ -170,15 +221,41 @@ def mark_staged(connection: Connection) -> None:
     connection.info[_STAGED] = True
 
 
-def _noting(query: Query[T], connection: Connection) -> tuple[T, bool]:
-    return query(connection), connection.info.pop(_STAGED, False)
+def _noting(query: Query[T], connection: Connection) -> tuple[T, bool, Collection[str]]:
+    connection.info.pop(_CHANGED, None)  # of a transaction that failed
+    return query(connection), connection.info.pop(_STAGED, False), connection.info.pop(_CHANGED, ())
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """The other processes of a server. `turns` is the path of a file in which those that write take turns; `wrote` is
+    called with the tables that a committed transaction changed.
+    """
+
+    turns: str
+    wrote: Callable[[Collection[str]], object]
+
+
+def _nothing(_tables: Collection[str]) -> None:
+    return
 
 
 class Database:
     """Runs queries: `read` and `write` take a function of a connection, each call is one transaction."""
 
-    def __init__(self, runner: _StatementRunner, name: str, field: str, *, shared: bool = False):
+    def __init__(
+        self,
+        runner: _StatementRunner,
+        name: str,
+        field: str,
+        *,
+        shared: bool = False,
+        workers: Workers | None = None,
+    ):
         self._runner = runner
+        self.polled = shared or workers is not None
+        """Whether other processes write, so that only a look into the database shows what is new."""
+        self._wrote = _nothing if workers is None else workers.wrote
         self._name = name
         self._field = field
         self.shared = shared
@@ -187,8 +264,9 @@ class Database:
         """Set after each commit of a transaction that called `mark_staged`."""
 
     @classmethod
-    async def open(cls, where: str) -> Database:
-        """Open the SQLite file or the `postgresql://` URL, and create or migrate the tables.
+    async def open(cls, where: str, workers: Workers | None = None) -> Database:
+        """Open the SQLite file or the `postgresql://` URL, and create or migrate the tables. `workers`: other processes
+        of this server use it too.
 
         Raises `InvalidRequest` for an invalid URL, `PlatformError` when the database cannot be used or is newer than
         this code. No error shows a password.
@@ -198,19 +276,28 @@ class Database:
             path = rest.removeprefix("/") if separator else where
             if not path:
                 raise InvalidRequest("the URL names no file", field="database", hint="write sqlite:////path/to/file")
-            return await cls._opened(lambda: _Sqlite(path), f"the database {path}", "data_dir")
+            turns = None if workers is None else workers.turns
+            return await cls._opened(lambda: _Sqlite(path, turns), f"the database {path}", "data_dir", workers=workers)
         host = _host_of(where, scheme)
         from carrel.store.postgres import Postgres
 
         name = f"the PostgreSQL database on {host}"
-        return await cls._opened(lambda: Postgres(where), name, "database", shared=True)
+        return await cls._opened(
+            lambda: Postgres(where, notes=workers is not None), name, "database", shared=True, workers=workers
+        )
 
     @classmethod
     async def _opened(
-        cls, make: Callable[[], _StatementRunner], name: str, field: str, *, shared: bool = False
+        cls,
+        make: Callable[[], _StatementRunner],
+        name: str,
+        field: str,
+        *,
+        shared: bool = False,
+        workers: Workers | None,
     ) -> Database:
         with _driver_errors(name, field):
-            database = cls(make(), name, field, shared=shared)
+            database = cls(make(), name, field, shared=shared, workers=workers)
         try:
             await database.write(migrate)
         except BaseException:
@@ -229,9 +316,11 @@ class Database:
         An `IntegrityError` is passed on, as only the caller knows which constraint was violated.
         """
         with _driver_errors(self._name, self._field, self._runner.failures):
-            result, staged = await self._runner.write(partial(_noting, query))
+            result, staged, changed = await self._runner.write(partial(_noting, query))
         if staged:
             self.staged.set()
+        if changed:
+            self._wrote(changed)
         return result
 
     async def execute(self, statement: Executable) -> int:
@@ -258,9 +347,11 @@ class Database:
     def write_here(self, query: Query[T]) -> T:
         """Write with a short query in the caller's thread. Raises `Occupied` where it would have to wait."""
         with _driver_errors(self._name, self._field, self._runner.failures):
-            result, staged = self._runner.write_here(partial(_noting, query))
+            result, staged, changed = self._runner.write_here(partial(_noting, query))
         if staged:
             self.staged.set()
+        if changed:
+            self._wrote(changed)
         return result
 
     async def sync(self) -> None:

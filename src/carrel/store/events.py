@@ -68,7 +68,9 @@ class EventStore:
         self.staged = database.staged
         """Is set when a transaction of this process that staged events is committed."""
         self.shared = database.shared
-        """Whether other servers write events too, which this one has to look for."""
+        """Whether transactions overlap, so that events are staged first."""
+        self.polled = database.polled
+        """Whether other processes write events too, which this one has to look for."""
 
     async def open(self) -> None:
         """Make the rows that say where the log begins and ends."""

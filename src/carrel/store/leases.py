@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, and_, case, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, false, or_, select, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.sql.dml import ReturningUpdate
 
@@ -37,19 +37,23 @@ class LeaseStore:
         self._database = database
         self._clock = clock
 
-    async def acquire(self, session_id: str, owner: str, seconds: float, *, anew: bool = False) -> int | None:
+    async def acquire(
+        self, session_id: str, owner: str, seconds: float, *, anew: bool = False, dead: str | None = None
+    ) -> int | None:
         """Acquire the lease if it is free or has ended, and return its fence; None when another server has it or the
         session does not exist.
 
         An owner that already has the lease extends it and keeps the fence. It gets a new fence when its lease had ended
-        or with `anew`, which a new process passes because the process that had the lease is dead.
+        or with `anew`, which a new process passes because the process that had the lease is dead. `dead` is an owner
+        that the caller knows to be dead: its lease counts as ended.
         """
         now = self._clock()
         mine = and_(sessions.c.lease_owner == owner, sessions.c.lease_until > now)
+        gone = sessions.c.lease_owner == dead if dead is not None else false()
         statement = (
             update(sessions)
             .where(sessions.c.id == session_id)
-            .where(or_(sessions.c.lease_owner.is_(None), sessions.c.lease_until <= now, mine))
+            .where(or_(sessions.c.lease_owner.is_(None), sessions.c.lease_until <= now, mine, gone))
             .values(
                 lease_owner=owner,
                 lease_until=now + seconds,

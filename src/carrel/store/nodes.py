@@ -46,6 +46,8 @@ class Holding:
     lease_left_s: float
     node: str | None
     state: State
+    folder: bool = False
+    """Whether the files are a folder of the host."""
 
 
 class NodeStore:
@@ -110,13 +112,14 @@ class NodeStore:
         left = (columns.lease_until - database_clock()).label("left")
         # A context may have the same name as the id of a session; ids come first, as everywhere.
         first = case((columns.id == name, 0), else_=1)
-        query = select(columns.lease_owner, left, columns.node, columns.state).where(
+        query = select(columns.lease_owner, left, columns.node, columns.state, columns.workspace_path).where(
             or_(columns.id == name, of_context)
         )
         query = query.order_by(first, columns.created_at.desc(), columns.id.desc()).limit(1)
         for row in await self._database.rows(query):
             seconds = 0.0 if row.lease_owner is None or row.left is None else max(0.0, float(row.left))
-            return Holding(row.lease_owner if seconds else None, seconds, row.node, State(row.state))
+            folder = row.workspace_path is not None
+            return Holding(row.lease_owner if seconds else None, seconds, row.node, State(row.state), folder)
         return None
 
 

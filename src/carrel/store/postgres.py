@@ -13,7 +13,7 @@ from sqlalchemy.exc import DisconnectionError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 from sqlalchemy.pool import ConnectionPoolEntry, PoolProxiedConnection
 
-from carrel.store.database import Occupied
+from carrel.store.database import Occupied, note_table
 from carrel.store.tables import declare_for_postgresql
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ class Postgres:
 
     failures: tuple[type[Exception], ...] = (asyncpg.PostgresError, asyncpg.InterfaceError)
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, *, notes: bool = False):
         declare_for_postgresql()
 
         async def connect() -> object:
@@ -44,6 +44,8 @@ class Postgres:
             "postgresql+asyncpg://", async_creator=connect, pool_size=8, max_overflow=0, hide_parameters=True
         )
         event.listen(self._engine.sync_engine, "checkout", _alive)
+        if notes:
+            event.listen(self._engine.sync_engine, "after_cursor_execute", note_table)
         self._reading = self._engine.execution_options(isolation_level="AUTOCOMMIT")
 
     async def read(self, query: Callable[[Connection], T]) -> T:

@@ -239,7 +239,7 @@ class Supervisor:
         return await self._wait(command)
 
     async def _wait(self, command: SupervisedCommand) -> HttpResponse:
-        await asyncio.shield(command.finished)
+        await command.wait()
         return json_response(result_of(command))
 
     async def _list(self, _request: HttpRequest) -> HttpResponse:
@@ -318,7 +318,7 @@ class Supervisor:
             else:
                 wanted = {"command": body.get("code"), "timeout": body.get("timeout"), "env": body.get("env")}
                 command = await self._begin(wanted)
-            await asyncio.shield(command.finished)
+            await command.wait()
         result = result_of(command)
         return json_response(
             {

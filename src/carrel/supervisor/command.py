@@ -62,6 +62,11 @@ class SupervisedCommand:
         """Whether the command itself still runs; processes that it left behind do not count."""
         return self.ended is None
 
+    async def wait(self) -> None:
+        """Wait for the end. Wakes in the same turn of the loop, unlike a shielded future."""
+        while self.running:
+            await self.output.changed()
+
     def close_slave(self) -> None:
         """Close the slave side of the terminal, once the program has it."""
         if self.slave_fd >= 0:

@@ -22,6 +22,7 @@ from carrel.supervisor.command import Order, SupervisedCommand, signal_number
 from carrel.supervisor.output import STDERR, STDOUT, ByteBudget, CommandOutput, read_some
 from carrel.supervisor.reaper import (
     OOM_SCORE_OF_COMMANDS,
+    OOM_SCORE_OF_SUPERVISOR,
     SHELL,
     ProgramStart,
     Reaper,
@@ -32,6 +33,7 @@ from carrel.supervisor.reaper import (
     kill_below,
     memory_file,
     processes,
+    set_oom_score,
     signal_below,
     spawn,
     tasks_below,
@@ -64,6 +66,7 @@ class Commands:
         self._direct: SupervisedCommand | None = None  # runs with the supervisor itself as its reaper
         self._last_direct: SupervisedCommand | None = None  # may have left processes below the supervisor
         self._by_pid: dict[int, SupervisedCommand] = {}
+        self._childless = False  # nothing was started since the kernel said that there is no child
         self._runners: dict[int, Reaper] = {}
         self._idle: list[Reaper] = []
         self._hosting: dict[Reaper, SupervisedCommand] = {}
@@ -210,6 +213,8 @@ class Commands:
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
+            for descriptor in command.readers:  # the program is running meanwhile
+                self._loop.add_reader(descriptor, self._on_output, command, descriptor)
         if order.timeout is not None and command.running:
             command.deadline = self._loop.call_later(order.timeout, self._expire, command)
         return command
@@ -224,7 +229,7 @@ class Commands:
             command.terminal_fd, command.slave_fd = os.openpty()
             os.set_blocking(command.terminal_fd, False)
             command_input.resize(command, *order.terminal)
-            self._read_from(command, command.terminal_fd, STDOUT)
+            command.readers[command.terminal_fd] = STDOUT
             if order.stdin is not None:
                 self._in_background(command_input.type_all(command, order.stdin))
             return None
@@ -242,7 +247,7 @@ class Commands:
             read_end, write_end = os.pipe2(os.O_CLOEXEC)
             theirs.append(write_end)
             os.set_blocking(read_end, False)
-            self._read_from(command, read_end, stream)
+            command.readers[read_end] = stream
             ends.append(write_end)
         return given, ends[0], ends[1]
 
@@ -264,11 +269,12 @@ class Commands:
 
     def spawn(self, program: ProgramStart, directory: int) -> int:
         """Start a program with an OOM score that lets the kernel kill it before the supervisor."""
-        os.pwrite(self.oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
+        self._childless = False
+        set_oom_score(self.oom_score_fd, OOM_SCORE_OF_COMMANDS)
         try:
             return spawn(program, directory)
         finally:
-            os.pwrite(self.oom_score_fd, b"0", 0)
+            set_oom_score(self.oom_score_fd, OOM_SCORE_OF_SUPERVISOR)
 
     def _new_runner(self) -> Runner:
         runner = Runner(self._on_runner, self.oom_score_fd)
@@ -277,6 +283,7 @@ class Commands:
 
     def adopt(self, reaper: Reaper) -> None:
         """Handle the events of a reaper. Neither it nor its descendants count as left behind by a command."""
+        self._childless = False
         self._runners[reaper.pid] = reaper
         self._loop.add_reader(reaper.socket, reaper.on_readable)
 
@@ -286,6 +293,8 @@ class Commands:
 
     def _leftovers(self) -> bool:
         """Whether processes of an earlier command are still directly below the supervisor."""
+        if self._childless:
+            return False
         try:
             return any(pid not in self._runners for pid in children(self._pid))
         except OSError:
@@ -299,9 +308,10 @@ class Commands:
 
     # output
 
-    def _read_from(self, command: SupervisedCommand, descriptor: int, stream: int) -> None:
-        command.readers[descriptor] = stream
-        self._loop.add_reader(descriptor, self._read, command, descriptor)
+    def _on_output(self, command: SupervisedCommand, descriptor: int) -> None:
+        self._read(command, descriptor)
+        if not command.readers and command is self._direct and command.pid is not None:
+            self._reap_one(command.pid)  # it has closed its output, so it ends now: the signal takes longer
 
     def _read(self, command: SupervisedCommand, descriptor: int) -> int:
         data = read_some(descriptor, READ_SIZE)
@@ -318,7 +328,7 @@ class Commands:
 
     def _read_on(self, command: SupervisedCommand) -> None:
         for descriptor in command.paused & command.readers.keys():
-            self._loop.add_reader(descriptor, self._read, command, descriptor)
+            self._loop.add_reader(descriptor, self._on_output, command, descriptor)
         command.paused.clear()
 
     def _stop_reading(self, command: SupervisedCommand, descriptor: int) -> None:
@@ -331,20 +341,26 @@ class Commands:
     # ending
 
     def _reap(self) -> None:
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                break
-            if pid == 0:
-                break
-            command = self._by_pid.pop(pid, None)
-            if command is not None:
-                self._finish(command, status)
-            elif (reaper := self._runners.get(pid)) is not None:
-                reaper.on_readable()  # its last messages
-                if self._runners.get(pid) is reaper:
-                    reaper.on_event(reaper, "dead", 0)  # another object may handle its events
+        while self._reap_one(-1):
+            pass
+
+    def _reap_one(self, pid: int) -> bool:
+        """Handle the end of this child, or of any (-1); return whether one has ended."""
+        try:
+            pid, status = os.waitpid(pid, os.WNOHANG)
+        except ChildProcessError:
+            self._childless |= pid == -1
+            return False
+        if pid == 0:
+            return False
+        command = self._by_pid.pop(pid, None)
+        if command is not None:
+            self._finish(command, status)
+        elif (reaper := self._runners.get(pid)) is not None:
+            reaper.on_readable()  # its last messages
+            if self._runners.get(pid) is reaper:
+                reaper.on_event(reaper, "dead", 0)  # another object may handle its events
+        return True
 
     def _finish(self, command: SupervisedCommand, status: int) -> None:
         if not command.running:

@@ -189,6 +189,7 @@ class HttpConnection(asyncio.Protocol):
     def __init__(self, router: HttpRouter, tasks: set[asyncio.Task[None]]):
         self._router = router
         self._tasks = tasks
+        self._loop = asyncio.get_running_loop()  # asked once: before Python 3.12 that is a system call
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._url = b""
@@ -274,7 +275,7 @@ class HttpConnection(asyncio.Protocol):
         self._request = HttpRequest(self._parser.get_method().decode(), path, pairs, run=self._run, _connection=self)
         self._queue.append(self._request)
         if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._serve())
+            self._task = self._loop.create_task(self._serve())
             self._tasks.add(self._task)
             self._task.add_done_callback(self._tasks.discard)
 

@@ -166,13 +166,17 @@ def take_charge(
         places = (*PLACES, facts.home)
         watching = prepared.loop.create_task(watch_memory(facts.memory_mb << 20, places))
         watching.add_done_callback(lambda _: os._exit(1))
+    oom_score = libc.hide_from_children()
+    if facts.watch_memory:  # the kernel of this sandbox ends nothing for lack of memory
+        os.close(oom_score)
+        oom_score = -1
     details = ProgramDetails(
         listener,
         facts.workspace,
         facts.home,
         dict(facts.env),
         facts.memory_mb,
-        libc.hide_from_children(),
+        oom_score,
         secrets,
         None if port is None else facts.proxy_port,
         port if facts.network == "none" else None,

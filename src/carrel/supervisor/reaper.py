@@ -32,7 +32,7 @@ _FORKS_AND_EXECUTES = sys.version_info < (3, 15)
 _LONGEST_FAILURE = 4096
 # Signals of a terminal, which the leader of its session ignores.
 _TERMINAL_SIGNALS = (signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
-OOM_SCORE_OF_COMMANDS = b"500"
+OOM_SCORE_OF_COMMANDS, OOM_SCORE_OF_SUPERVISOR = b"500", b"0"
 SHELL = "/bin/sh"
 
 
@@ -53,6 +53,12 @@ class ProgramStart:
     stdio: Stdio | None
     terminal: str | None = None
     job: bool = False
+
+
+def set_oom_score(descriptor: int, score: bytes) -> None:
+    """Set the OOM score of the supervisor, which its children inherit; -1 where the kernel does not use scores."""
+    if descriptor >= 0:
+        os.pwrite(descriptor, score, 0)
 
 
 def find_program(name: str, path: str, directory: int) -> str | None:
@@ -355,7 +361,7 @@ class Runner(Reaper):
         self.on_event = on_event
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The descriptor always means the supervisor's own score, so the runner has to inherit its score.
-        os.pwrite(oom_score_fd, OOM_SCORE_OF_COMMANDS, 0)
+        set_oom_score(oom_score_fd, OOM_SCORE_OF_COMMANDS)
         try:
             self.pid = os.fork()
             if self.pid == 0:
@@ -367,7 +373,7 @@ class Runner(Reaper):
             ours.close()
             raise
         finally:
-            os.pwrite(oom_score_fd, b"0", 0)
+            set_oom_score(oom_score_fd, OOM_SCORE_OF_SUPERVISOR)
             theirs.close()
         ours.setblocking(False)
         self.socket = ours

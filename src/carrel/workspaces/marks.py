@@ -35,6 +35,10 @@ class Marks:
             with suppress(FileNotFoundError):
                 os.unlink(self._path(kind, volume))
 
+    def is_making(self, volume: str) -> bool:
+        """Whether a volume is marked as being created."""
+        return os.path.exists(self._path(_MAKING, volume))
+
     def unfinished(self) -> dict[str, bool]:
         """Return the volumes with a mark; True for complete ones."""
         found = {}

@@ -14,14 +14,20 @@ from tests.support.sandboxes import until
 from carrel.control.egress.client import EgressClient
 from carrel.errors import PlatformError
 from carrel.primitives.channel import ChannelClosed, Message
+from carrel.primitives.keyed_lock import KeyedLocks
 
 
 class Known:
-    def __init__(self, directory: str):
+    def __init__(self, directory: str, *, last: bool = True):
         self.said: list[Message] = []
         self.downs = 0
         self.client = EgressClient(
-            directory, ["--cache", f"{directory}/cache"], on_message=self.said.append, on_down=self._down
+            directory,
+            ["--cache", f"{directory}/cache"],
+            on_message=self.said.append,
+            on_down=self._down,
+            locks=KeyedLocks().of,
+            last=last,
         )
 
     def _down(self) -> None:
@@ -66,15 +72,24 @@ async def test_one_that_died_is_noticed_and_replaced(known: Known) -> None:
     assert client.pid not in {0, first}
 
 
-async def test_the_next_server_finds_it(known: Known) -> None:
+async def test_another_worker_and_the_next_server_find_it(known: Known) -> None:
     await known.client.connect()
     pid = known.client.pid
     other = Known(os.path.dirname(known.client._path))
     await other.client.connect()
     assert other.client.pid == pid
-    await until(lambda: known.downs == 1, what="the first to be left")
+    assert (await known.client.request("describe"))["pid"] == pid, "both are connected"
     await other.client.close()
     assert not os.path.exists(other.client._path)
+    await until(lambda: known.downs == 1, what="the end")
+
+
+async def test_one_that_is_not_the_last_leaves_it_running(known: Known) -> None:
+    await known.client.connect()
+    other = Known(os.path.dirname(known.client._path), last=False)
+    await other.client.connect()
+    await other.client.close()
+    assert (await known.client.request("describe"))["pid"] == known.client.pid
 
 
 async def test_who_gives_up_while_it_is_started_leaves_no_second_one(known: Known) -> None:
@@ -101,7 +116,9 @@ async def test_who_gives_up_while_it_is_started_leaves_no_second_one(known: Know
 
 async def test_what_cannot_run_is_told_with_its_log() -> None:
     with tempfile.TemporaryDirectory(prefix="carrel-t-") as directory:
-        client = EgressClient(directory, ["--nonsense"], on_message=lambda _: None, on_down=lambda: None)
+        client = EgressClient(
+            directory, ["--nonsense"], on_message=print, on_down=list, locks=KeyedLocks().of, last=True
+        )
         with pytest.raises(PlatformError, match=r"egress process|it is gone"):
             await client.connect()
         await client.close()

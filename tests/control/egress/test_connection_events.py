@@ -17,7 +17,7 @@ class Kept:
     def draft(self, kind: EventKind, context: str | None, session: str | None, values: dict[str, object]) -> EventDraft:
         return EventDraft(1.0, kind.value, context, session, "n", body_of(values))
 
-    def add(self, drafts: list[EventDraft]) -> None:
+    def tell(self, drafts: list[EventDraft]) -> None:
         self.bodies += [json.loads(draft.body) for draft in drafts]
 
 

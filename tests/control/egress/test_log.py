@@ -32,9 +32,13 @@ async def written(plane: ControlPlane) -> list[tuple[str, str | None, int | None
     return [(str(each.arguments["host"]), each.result, each.bytes_in, each.reason) for each in page.items[::-1]]
 
 
+async def whose(_sandbox: str) -> AccessOwner:
+    raise AssertionError("every owner is known here")
+
+
 async def test_what_lasts_is_written_twice_and_what_is_short_once(plane: ControlPlane) -> None:
     acked: list[int] = []
-    log = AccessLogWriter(plane.audit, plane.metrics, ConnectionEvents(plane.events), plain, acked.append)
+    log = AccessLogWriter(plane.audit, plane.metrics, ConnectionEvents(plane.events), plain, acked.append, None, whose)
     log.start()
     short, long = access(1), access(2, "secret.example")
     log.take(1, [item_of(long)], lambda _: OWNER)
@@ -53,7 +57,9 @@ async def test_what_lasts_is_written_twice_and_what_is_short_once(plane: Control
 
 
 async def test_the_way_of_what_lasts_is_known_at_its_end(plane: ControlPlane) -> None:
-    log = AccessLogWriter(plane.audit, plane.metrics, ConnectionEvents(plane.events), plain, lambda _: None)
+    log = AccessLogWriter(
+        plane.audit, plane.metrics, ConnectionEvents(plane.events), plain, lambda _: None, None, whose
+    )
     log.start()
     long = access(1, address="192.0.2.1")
     log.take(1, [item_of(long)], lambda _: OWNER)
@@ -73,7 +79,7 @@ async def test_the_way_of_what_lasts_is_known_at_its_end(plane: ControlPlane) ->
 
 async def test_what_the_proxy_had_open_when_it_died_is_closed_as_unknown(plane: ControlPlane) -> None:
     acked: list[int] = []
-    log = AccessLogWriter(plane.audit, plane.metrics, ConnectionEvents(plane.events), plain, acked.append)
+    log = AccessLogWriter(plane.audit, plane.metrics, ConnectionEvents(plane.events), plain, acked.append, None, whose)
     log.start()
     log.take(1, [item_of(access(1))], lambda _: OWNER)
     log.lost()
@@ -95,7 +101,7 @@ async def test_what_fails_for_a_moment_is_written_all_the_same(plane: ControlPla
             raise failures.pop()
         return await plain(context, arguments)
 
-    log = AccessLogWriter(plane.audit, plane.metrics, ConnectionEvents(plane.events), redact, acked.append)
+    log = AccessLogWriter(plane.audit, plane.metrics, ConnectionEvents(plane.events), redact, acked.append, None, whose)
     log.start()
     log.take(1, [item_of(access(1, ended=101.0)), item_of(access(2, "b.example", ended=101.0))], lambda _: OWNER)
     log.take(2, [item_of(access(3, "c.example", ended=101.0))], lambda _: OWNER)
@@ -106,7 +112,9 @@ async def test_what_fails_for_a_moment_is_written_all_the_same(plane: ControlPla
 
 async def test_what_a_killed_proxy_leaves_is_not_taken_for_what_one_before_it_told(plane: ControlPlane) -> None:
     """A proxy that ended in good order leaves no journal: the next one counts anew."""
-    log = AccessLogWriter(plane.audit, plane.metrics, ConnectionEvents(plane.events), plain, lambda _: None)
+    log = AccessLogWriter(
+        plane.audit, plane.metrics, ConnectionEvents(plane.events), plain, lambda _: None, None, whose
+    )
     log.start()
     log.take(1, [item_of(access(1, ended=101.0))], lambda _: OWNER)
     log.lost()
@@ -121,7 +129,12 @@ async def test_what_a_killed_proxy_leaves_is_not_taken_for_what_one_before_it_to
 
 
 async def test_a_refusal_is_one_record_with_its_reason(plane: ControlPlane) -> None:
-    log = AccessLogWriter(plane.audit, plane.metrics, ConnectionEvents(plane.events), plain, lambda _: None)
+    async def nobody(_sandbox: str) -> AccessOwner:
+        return AccessOwner()
+
+    log = AccessLogWriter(
+        plane.audit, plane.metrics, ConnectionEvents(plane.events), plain, lambda _: None, None, nobody
+    )
     log.start()
     refused = access(1, ended=101.0, result="denied_by_policy")
     refused.verdict = Verdict("deny", "no", "r", "s", None, "apr-1")
@@ -135,7 +148,13 @@ async def test_a_refusal_is_one_record_with_its_reason(plane: ControlPlane) -> N
 async def test_why_something_was_refused_is_told_without_secrets(plane: ControlPlane) -> None:
     await plane.secrets.put("c", "KEY", b"correct-horse-battery")
     log = AccessLogWriter(
-        plane.audit, plane.metrics, ConnectionEvents(plane.events), plane.secret_values.clean, lambda _: None
+        plane.audit,
+        plane.metrics,
+        ConnectionEvents(plane.events),
+        plane.secret_values.clean,
+        lambda _: None,
+        None,
+        whose,
     )
     log.start()
     host = "correct-horse-battery.example"
@@ -160,7 +179,9 @@ async def test_what_was_under_way_when_the_proxy_was_killed_is_written_however_o
             raise PlatformError("the database is away")
         return dict(arguments)
 
-    log = AccessLogWriter(plane.audit, plane.metrics, ConnectionEvents(plane.events), at_the_second, acked.append)
+    log = AccessLogWriter(
+        plane.audit, plane.metrics, ConnectionEvents(plane.events), at_the_second, acked.append, None, whose
+    )
     log.start()
     unknown = {"ended": 101.0, "result": "unknown", "reason": "the proxy was killed", "recovered": True}
     log.take(1, [{**item_of(access(1)), **unknown}], lambda _: OWNER)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from carrel.control.nodes.registry import Nodes, beat_every, default_url, machine_id
+from carrel.control.nodes.workers import Worker
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.store import Database
 from carrel.store.nodes import NodeStore
@@ -24,7 +25,7 @@ def node(database: Database, name: str, *, key: str = "key", lease_s: float = 30
         NodeStore(database),
         LiveSandboxes(),
         {},
-        name=name,
+        worker=Worker(name),
         key_id=key,
         capacity=4,
         lease_s=lease_s,

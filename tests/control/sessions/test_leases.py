@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from carrel.control.nodes.workers import Worker
 from carrel.control.sessions.leases import Leases
 from carrel.errors import RunsElsewhere
 from carrel.models import Limits, Network, State, Trust
@@ -21,7 +22,7 @@ async def test_taking_keeping_and_losing(tmp_path: Path) -> None:
     database = await Database.open(str(tmp_path / "db"))
     try:
         store, leases = SessionStore(database), LeaseStore(database)
-        a, b = Leases(leases, "a", 30.0), Leases(leases, "b", 30.0)
+        a, b = Leases(leases, Worker("a"), 30.0), Leases(leases, Worker("b"), 30.0)
         await store.insert(RECORD, a.lease)
         assert (await a.take(RECORD)).fence == 1
         assert (await a.take(RECORD, anew=True)).fence == 2

@@ -192,6 +192,37 @@ def test_a_pool_grows_when_it_runs_dry_and_shrinks_later() -> None:
     assert pool.wanted == 1
 
 
+def test_a_dry_spell_lasts_until_the_pool_is_full_again() -> None:
+    slots = table()
+    pool = slots.add(KINDS[0], SlotCounts(2, 2), 0.0)
+    assert not pool.dry
+    assert slots.take(pool, 1.0) is None and pool.dry
+    one, two = slots.moves(1.0, 100).start
+    slots.started(one, {"id": one.id})
+    assert pool.dry, "one of two is ready"
+    assert slots.take(pool, 2.0) is one and slots.take(pool, 2.0) is None and pool.dry
+    (three,) = slots.moves(2.0, 100).start
+    for slot in (two, three):
+        slots.started(slot, {"id": slot.id})
+    assert not pool.dry
+
+
+def test_a_dry_spell_ends_after_a_minute_without_a_claim_that_found_nothing() -> None:
+    slots = table()
+    pool = slots.add(KINDS[0], SlotCounts(2, 2), 0.0)
+    slots.take(pool, 1.0)
+    slots.age(1.0 + GROWN_S)
+    assert pool.dry
+    slots.age(1.1 + GROWN_S)
+    assert not pool.dry
+
+
+def test_a_pool_without_slots_is_never_dry() -> None:
+    slots = table()
+    pool = slots.add(KINDS[0], SlotCounts(0, 4), 0.0)
+    assert slots.take(pool, 1.0) is None and not pool.dry
+
+
 def test_growth_takes_no_slot_from_another_pool() -> None:
     slots = table(most=4)
     first, second = (slots.add(kind, SlotCounts(1, 4), now) for kind, now in zip(KINDS, (0.0, 1.0), strict=False))

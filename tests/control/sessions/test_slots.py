@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import aclosing
 from pathlib import Path
-from random import Random
 
 import pytest
 from tests.support.calls import ADMIN
 from tests.support.killed import killed
 from tests.support.sandboxes import until
+from tests.support.slot_claims import FILES, many_claims, said, start
 from tests.support.slots import SlotProvider, slot_provider
 from tests.support.stored_images import layer, small, store
 
@@ -24,7 +25,8 @@ from carrel.config import Settings
 from carrel.control.plane import ControlPlane
 from carrel.errors import InvalidRequest, LimitExceeded, NotFound, Unsupported
 from carrel.isolation import probe
-from carrel.models import CommandRequest, SandboxRequest, State
+from carrel.models import SandboxRequest, State
+from carrel.models.events import EventFilter, EventKind, StoredEvent
 from carrel.models.pools import PoolInfo, PoolResize
 from carrel.providers.base import Handle, Launch
 
@@ -32,9 +34,6 @@ pytestmark = pytest.mark.skipif(probe.host().missing is not None, reason="needs 
 
 CLAIMS = int(os.environ.get("CARREL_CLAIMS", "64"))
 SEED = int(os.environ.get("CARREL_CLAIM_SEED", "1"))
-
-FILES = "ls -p | grep -v /; "
-"""The files in a workspace, without the folders that every new one has."""
 
 
 @pytest.fixture
@@ -73,20 +72,10 @@ async def filled(plane: ControlPlane, count: int = 2, template: str | None = Non
     return info
 
 
-async def start(plane: ControlPlane, context: str | None, **more: object) -> str:
-    info, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id=context, **more))
-    assert info.state is State.RUNNING
-    return info.id
-
-
 def handle_of(plane: ControlPlane, name: str) -> Handle:
     box = plane.sessions.find_live(name)
     assert box is not None
     return box.handle
-
-
-async def said(plane: ControlPlane, name: str, command: str) -> str:
-    return (await plane.operations.run_command(ADMIN, name, CommandRequest(command=command))).stdout
 
 
 async def test_the_first_start_is_cold_and_the_next_claims(plane: ControlPlane, provider: SlotProvider) -> None:
@@ -212,6 +201,36 @@ async def test_a_pool_that_cannot_start_slots_says_why_and_waits(plane: ControlP
     await until(lambda: plane._slots.check() if pool(plane).ready < 2 else _done())  # type: ignore[union-attr]
     await plane._slots.check()
     assert (await filled(plane, 4)).last_failure is None, "it had run dry and grew"
+
+
+async def happened(plane: ControlPlane, kind: EventKind) -> list[dict[str, object]]:
+    """Return the bodies of all events of a kind that no context has."""
+    await plane.events.append([plane.events.draft(EventKind.LOG, None, None, {})])  # the ones before it are stored too
+    wanted, found = EventFilter(kinds=frozenset({kind})), list[StoredEvent]()
+    async with aclosing(plane.events.follow(wanted, 0, until=await plane.events.settled())) as pages:
+        async for page in pages:
+            found += page.events
+    assert {(each.context_id, each.session_id) for each in found} <= {(None, None)}
+    return [json.loads(each.body) for each in found]
+
+
+async def test_a_dry_pool_is_told_once_until_it_is_full_again(plane: ControlPlane, provider: SlotProvider) -> None:
+    await start(plane, "first")
+    await filled(plane)
+    assert await happened(plane, EventKind.POOL_DRY) == []
+    provider.failing = "the daemon is down"
+    for number in range(5):
+        await start(plane, f"next-{number}")
+    told = await happened(plane, EventKind.POOL_DRY)
+    assert len(told) == 1, "the third to the fifth found none"
+    assert (told[0]["provider"], told[0]["size"], told[0]["most"]) == ("namespace", 2, 8)
+    provider.failing = None
+    await until(lambda: plane._slots.check() if pool(plane).ready < 8 else _done())  # type: ignore[union-attr]
+    await filled(plane, 8)
+    provider.failing = "the daemon is down again"
+    for number in range(9):
+        await start(plane, f"last-{number}")
+    assert len(await happened(plane, EventKind.POOL_DRY)) == 2
 
 
 async def test_slots_make_room_for_sandboxes(settings: Settings) -> None:
@@ -360,61 +379,10 @@ async def test_a_half_claimed_slot_is_ended_and_its_files_stay(
 
 
 async def test_many_claims_while_slots_are_killed(settings: Settings) -> None:
-    """16 clients and a pool of 8: each context has its own files and no others, whatever happens to slots."""
-    random = Random(SEED)
     provider = slot_provider(settings)
     sized = settings.model_copy(update={"pool": settings.pool.model_copy(update={"size": 8, "max": 8})})
     plane = await ControlPlane.open(sized, providers={"namespace": provider})
-    numbers = iter(range(CLAIMS))
-    shot = 0
-    finished = asyncio.Event()
-
-    async def client() -> None:
-        for number in numbers:
-            name = f"c{number}"
-            await start(plane, name, env={"ME": name})
-            assert await said(plane, name, FILES + "echo $ME > $ME") == "", "a new context has no files"
-            if number % 4 == 0:
-                await plane.sessions.stop(name)
-                await start(plane, name)
-            assert await said(plane, name, FILES + "cat c*") == f"{name}\n{name}\n"
-            if number % 8 == 7:
-                with suppress(asyncio.CancelledError):
-                    cut = asyncio.ensure_future(start(plane, f"x{number}"))
-                    await asyncio.sleep(random.uniform(0, 0.05))
-                    cut.cancel()
-                    await cut
-            await plane.sessions.stop(name)
-
-    async def shoot() -> None:
-        nonlocal shot
-        while not finished.is_set():
-            await asyncio.sleep(random.uniform(0, 0.1))
-            if provider.slots:
-                handle = random.choice(list(provider.slots.values()))
-                with suppress(ProcessLookupError):
-                    os.kill(int(handle["pid"] or 0), signal.SIGKILL)
-                    shot += 1
-
-    shooter = asyncio.ensure_future(shoot())
     try:
-        await start(plane, "warm")
-        await until(lambda: provider.slots)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(16):
-                group.create_task(client())
-        finished.set()
-        await shooter
-        info = pool(plane)
-        assert info is not None and info.claimed > 0 and shot > 0
-        assert len(provider.claims) == len(set(provider.claims)), "a slot was claimed twice"
-        for number in range(CLAIMS):
-            files = Path(plane.driver.directory, f"ctx-c{number}")
-            assert (files / f"c{number}").read_text() == f"c{number}\n"
-        await plane.sessions.shutdown()
-        await plane._slots.close()
-        assert await provider.running() == []
+        await many_claims(plane, provider, CLAIMS, SEED)
     finally:
-        finished.set()
-        await asyncio.gather(shooter, return_exceptions=True)
         await plane.close()

@@ -72,7 +72,7 @@ async def test_what_is_remembered_is_written_aside_and_left_by_a_kill(tmp_path: 
     from carrel.workspaces.filespace_sync import save_base
 
     bases = str(tmp_path / "bases")
-    FilespaceBases(bases)
+    FilespaceBases(bases, alone=True)
     pid = os.fork()
     if pid == 0:  # killed before the rename
         os.rename = lambda *_, **__: os._exit(0)  # type: ignore[assignment]
@@ -80,7 +80,7 @@ async def test_what_is_remembered_is_written_aside_and_left_by_a_kill(tmp_path: 
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
     assert os.listdir(bases)
-    FilespaceBases(bases)  # the next start
+    FilespaceBases(bases, alone=True)  # the next start
     assert os.listdir(bases) == []
 
 

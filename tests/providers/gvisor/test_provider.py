@@ -106,7 +106,7 @@ async def test_refused_before_anything_is_made(place: Path) -> None:
     for terms, words in (
         ({"network": Network.HOST}, "network_host"),
         ({"image": RootImage("/i", (0, 0), writable=True)}, "cannot be changed"),
-        ({"masks": Masks(hidden=("/proc/version",))}, "made by gVisor"),
+        ({"masks": Masks(hidden=("/proc/version",))}, "which makes it itself"),
     ):
         with pytest.raises(Unsupported, match=words):
             await provider.start(Launch(**{"id": "x", "workspace": "/w", "network": Network.NONE, **terms}))

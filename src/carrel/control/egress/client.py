@@ -15,6 +15,7 @@ from contextlib import suppress
 from carrel.egress.plan import VERSION
 from carrel.errors import PlatformError
 from carrel.primitives.channel import Channel, ChannelClosed, Message, close_all, connect, start, wait_for_end
+from carrel.primitives.process_locks import LocksOf
 from carrel.threads import run_to_end
 
 log = logging.getLogger("carrel.egress")
@@ -42,7 +43,12 @@ class EgressClient:
         *,
         on_message: Callable[[Message], None],
         on_down: Callable[[], None],
+        locks: LocksOf,
+        last: bool,
     ):
+        """`locks` keep two workers from starting a process each; `last` as for the service."""
+        self._locks = locks
+        self._last = last
         self._path = os.path.join(run_dir, "egress.sock")
         self._log = os.path.join(run_dir, "egress.log")
         self._state = os.path.join(run_dir, "egress")
@@ -75,11 +81,12 @@ class EgressClient:
         async with self._lock:
             if self.up:
                 return []
-            description = await self._known()
-            if description is None:
-                # A cancelled caller waits for the start too: otherwise a second process could be started beside it.
-                self._open(await run_to_end(self._spawn, socket.socket.close))
-                description = await self.request("describe")
+            async with self._locks("egress process"):
+                description = await self._known()
+                if description is None:
+                    # A cancelled caller waits for the start too: otherwise a second process could be started beside it.
+                    self._open(await run_to_end(self._spawn, socket.socket.close))
+                    description = await self.request("describe")
             self._pid = int(description["pid"])
             return [str(each) for each in description["sandboxes"]]
 
@@ -109,7 +116,11 @@ class EgressClient:
         self._channel.send({"op": op, **body}, fds)
 
     async def close(self) -> None:
-        """End the process, also one that an earlier server started."""
+        """End the process, also one that an earlier server started; disconnect if others use it."""
+        if not self._last:
+            if self._channel is not None:
+                self._channel.close()
+            return
         async with self._lock:
             if self.up or await self._known() is not None:
                 with suppress(ChannelClosed):

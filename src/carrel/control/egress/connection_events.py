@@ -6,15 +6,11 @@ A sandbox may connect thousands of times in a second, so there is never an event
 from __future__ import annotations
 
 import asyncio
-import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from carrel.errors import CarrelError
 from carrel.events import EventLog
 from carrel.models.events import EventDraft, EventKind
-
-log = logging.getLogger("carrel.egress")
 
 MINUTE_S = 60.0
 MOST_HOSTS = 100
@@ -69,12 +65,12 @@ class ConnectionEvents:
             return
         self._sums[key] = _Sum()
         self._hosts[session_id] = self._hosts.get(session_id, 0) + 1
-        self._add([self._draft(key, _Sum(1, bytes_in, bytes_out))])
+        self._events.tell([self._draft(key, _Sum(1, bytes_in, bytes_out))])
 
     async def flush(self) -> None:
         """End the minute: write the sums of what followed the first access. Never waits."""
         sums, self._sums, self._hosts = self._sums, {}, {}
-        self._add([self._draft(key, found) for key, found in sums.items() if found.count])
+        self._events.tell([self._draft(key, found) for key, found in sums.items() if found.count])
         await asyncio.sleep(0)
 
     def _draft(self, key: _Key, found: _Sum) -> EventDraft:
@@ -87,9 +83,3 @@ class ConnectionEvents:
             "bytes_out": found.bytes_out,
         }
         return self._events.draft(EventKind.CONNECTION, key.context_id, key.session_id, values)
-
-    def _add(self, drafts: list[EventDraft]) -> None:
-        try:
-            self._events.add(drafts)
-        except CarrelError as error:
-            log.warning("%d events of connections are lost: %s", len(drafts), error)

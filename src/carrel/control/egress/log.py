@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from carrel.errors import CarrelError
 from carrel.metrics import Metrics
 from carrel.primitives.cache import Cache
 from carrel.primitives.tasks import cancel
+from carrel.tracing import Tracing
 
 log = logging.getLogger("carrel.egress")
 
@@ -44,7 +45,8 @@ class AccessOwner(NamedTuple):
 
 
 OwnerOf = Callable[[str], AccessOwner | None]
-_Batch = tuple[int, list[tuple[Item, AccessOwner]]]
+_Owned = tuple[Item, AccessOwner | None]
+_Batch = tuple[int, list[_Owned]]
 
 
 class AccessLogWriter:
@@ -57,12 +59,17 @@ class AccessLogWriter:
         events: ConnectionEvents,
         redact: Redact,
         acknowledge: Callable[[int], None],
+        tracing: Tracing | None,
+        find_owner: Callable[[str], Awaitable[AccessOwner]],
     ):
+        """`find_owner` is asked for the owners of sandboxes that this process does not know."""
+        self._find_owner = find_owner
         self._audit = audit
         self._events = events
         self._metrics = metrics
         self._redact = redact
         self._acknowledge = acknowledge
+        self._tracing = tracing
         self._batches: asyncio.Queue[_Batch | None] = asyncio.Queue()
         self._open: dict[int, Ticket] = {}
         # By number and beginning, because a proxy that found no journal counts from 1 again.
@@ -75,7 +82,7 @@ class AccessLogWriter:
 
     def take(self, upto: int, items: list[Item], owner_of: OwnerOf) -> None:
         """Take a batch, which is acknowledged as `upto` once it is written."""
-        owned = [(item, owner_of(str(item["sandbox"])) or AccessOwner()) for item in items]
+        owned = [(item, owner_of(str(item["sandbox"]))) for item in items]
         self._batches.put_nowait((upto, owned))
 
     def lost(self) -> None:
@@ -119,7 +126,7 @@ class AccessLogWriter:
             ticket.end(Ending("unknown", reason="the egress process ended"))
         self._open.clear()
 
-    async def _write(self, upto: int, items: list[tuple[Item, AccessOwner]]) -> None:
+    async def _write(self, upto: int, items: list[_Owned]) -> None:
         while True:
             try:
                 while items:
@@ -134,14 +141,14 @@ class AccessLogWriter:
             await asyncio.sleep(_RETRY_S)
         self._acknowledge(upto)
 
-    async def _one(self, item: Item, owner: AccessOwner) -> None:
+    async def _one(self, item: Item, owner: AccessOwner | None) -> None:
         number = item["number"]
         assert isinstance(number, int)
         key = (number, item["began"])
         ended = self._known.get(key)
         if ended or (item.get("recovered") and ended is not None):
             return  # written already, though the proxy or its successor does not know
-        await self._written(number, item, owner)
+        await self._written(number, item, owner or await self._find_owner(str(item["sandbox"])))
         self._known.put(key, item["ended"] is not None)
 
     async def _written(self, number: int, item: Item, owner: AccessOwner) -> None:
@@ -163,6 +170,8 @@ class AccessLogWriter:
         seconds = 0.0 if ending.duration_ms is None else ending.duration_ms / 1000
         sizes = ending.bytes_in or 0, ending.bytes_out or 0
         self._metrics.egress_ended(str(item["protocol"]), ending.result, *sizes, seconds, template=owner.template)
+        if self._tracing is not None:
+            self._trace(item, entry, ending, owner)
         port = item.get("port")
         self._events.ended(
             owner.context,
@@ -172,6 +181,22 @@ class AccessLogWriter:
             ending.result,
             *sizes,
         )
+
+    def _trace(self, item: Item, entry: AuditEntry, ending: Ending, owner: AccessOwner) -> None:
+        assert self._tracing is not None
+        began, ended, port = item["began"], item["ended"], item.get("port")
+        assert isinstance(began, int | float)
+        assert isinstance(ended, int | float)
+        facts: dict[str, str | int | None] = {
+            "context": owner.context,
+            "host": _text(entry.arguments.get("host")),
+            "port": port if isinstance(port, int) else None,
+            "protocol": str(item["protocol"]),
+            "outcome": ending.result,
+            "bytes_in": ending.bytes_in,
+            "bytes_out": ending.bytes_out,
+        }
+        self._tracing.connection(str(item["sandbox"]), began, ended, facts)
 
     async def _ending(self, item: Item, owner: AccessOwner) -> Ending:
         ending = _ending(item)
@@ -203,7 +228,7 @@ class AccessLogWriter:
         )
 
 
-def _last_of_each(items: list[tuple[Item, AccessOwner]]) -> Iterator[tuple[Item, AccessOwner]]:
+def _last_of_each(items: list[_Owned]) -> Iterator[_Owned]:
     """Return the newest state of each access, in the order of their first."""
     newest = {item["number"]: item for item, _ in items}
     for item, owner in items:

@@ -25,6 +25,7 @@ from carrel.control.operations.admission import Admission, Redact
 from carrel.control.operations.call import Call
 from carrel.control.operations.caller import Caller
 from carrel.control.sessions.attachments import Attachment, LaunchPlan
+from carrel.control.sessions.lifecycle import LIVE
 from carrel.control.sessions.live import LiveSandbox
 from carrel.egress.plan import EgressPlan
 from carrel.errors import ApprovalNeeded, CarrelError, Denied, PlatformError
@@ -35,8 +36,10 @@ from carrel.policy.verdict import Verdict
 from carrel.primitives.backoff import Backoff
 from carrel.primitives.cache import Cache
 from carrel.primitives.channel import ChannelClosed, Message
+from carrel.primitives.process_locks import LocksOf
 from carrel.primitives.tasks import cancel
-from carrel.store import SessionRecord
+from carrel.store import SessionRecord, SessionStore
+from carrel.tracing import Tracing
 
 log = logging.getLogger("carrel.egress")
 
@@ -89,16 +92,24 @@ class EgressService(Attachment):
         metrics: Metrics,
         *,
         events: ConnectionEvents,
+        tracing: Tracing | None,
         redact: Redact,
+        store: SessionStore,
+        locks: LocksOf,
+        last: bool,
         ask_wait_s: float,
     ):
+        """`last`: no other process uses the egress process after `close`, which then ends it."""
+        self._store = store
         self._plans = plans
         self._admission = admission
         self._ask_wait_s = ask_wait_s
         self._boxes: dict[str, _Attached] = {}
         self._owners: Cache[str, AccessOwner] = Cache(_MOST_KNOWN)
-        self._client = EgressClient(run_dir, arguments, on_message=self._receive, on_down=self._process_ended)
-        self._log = AccessLogWriter(audit, metrics, events, redact, self._acknowledge)
+        self._client = EgressClient(
+            run_dir, arguments, on_message=self._receive, on_down=self._process_ended, locks=locks, last=last
+        )
+        self._log = AccessLogWriter(audit, metrics, events, redact, self._acknowledge, tracing, self._find_owner)
         self._tasks: set[asyncio.Task[None]] = set()
         self._restoring: asyncio.Task[None] | None = None
         self._starting_soon: asyncio.TimerHandle | None = None
@@ -125,8 +136,10 @@ class EgressService(Attachment):
                     await self._attach_now(await self._attachable(box))
                 except CarrelError as error:
                     log.warning("sandbox %s has no outbound network: %s", box.record.id, error)
+            # Those of other workers stay, and nobody else has any.
+            recorded = {record.id for record in await self._store.in_states(LIVE)} if known else set()
             for name in known:
-                if name not in self._boxes:
+                if name not in self._boxes and name not in recorded:
                     with suppress(ChannelClosed):  # the process is gone, with all its sandboxes
                         self._client.send("detach", sandbox=name)
         elif warm:
@@ -352,6 +365,13 @@ class EgressService(Attachment):
         """Remember whose a sandbox is: its accesses may arrive after it has ended."""
         context = box.record.context_id or box.record.acts_for or None
         self._owners.put(box.record.id, AccessOwner(context, box.record.agent, box.record.template))
+
+    async def _find_owner(self, sandbox: str) -> AccessOwner:
+        """Return whose a sandbox is that this process never had: its worker died before it wrote the access."""
+        record = await self._store.get(sandbox)
+        if record is None:
+            return AccessOwner()
+        return AccessOwner(record.context_id or record.acts_for or None, record.agent, record.template)
 
     def _acknowledge(self, upto: int) -> None:
         with suppress(ChannelClosed):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from carrel.audit import AuditEntry, AuditLog, Ending, chain_of
 from carrel.control.sessions.live import LiveSandbox
@@ -26,10 +26,14 @@ _WORDS = {
 _ANSWERS = {True: "yes", False: "no", None: "unknown"}
 
 
-async def recover_approvals(store: ApprovalStore, boxes: Iterable[LiveSandbox], audit: AuditLog, node: str) -> int:
-    """Recover the approvals of this server; return how many can be used again. Runs once, before it takes requests."""
+async def recover_approvals(
+    store: ApprovalStore, boxes: Iterable[LiveSandbox], audit: AuditLog, node: str, former: Sequence[str] = ()
+) -> int:
+    """Recover the approvals of this server; return how many can be used again. Runs once, before it takes requests.
+    `former` are more names of processes of it that are dead.
+    """
     running = {box.instance: box for box in boxes}
-    left, given_back = await store.runs(node), 0
+    left, given_back = await store.runs(node, *former), 0
     answers = await asyncio.gather(*(_begun(running.get(each.run_in or ""), each.run or "") for each in left))
     for record, begun in zip(left, answers, strict=True):
         # Recorded before the change: a server that is killed in between finds it again.

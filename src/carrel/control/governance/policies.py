@@ -251,6 +251,11 @@ class Policies:
                 if not left:
                     raise
 
+    def forget_known(self) -> None:
+        """Read every policy again: another worker has changed one."""
+        self._changes += 1
+        self._cache.clear()
+
     def _forget(self, context_id: str) -> None:
         self._changes += 1
         self._cache.pop(context_id)

@@ -56,6 +56,10 @@ class McpDeclarations(Attachment):
         """Make the next `find` read the declaration from the store."""
         self._seen.pop((context, server))
 
+    def forget_known(self) -> None:
+        """Read every declaration again: another worker has changed one."""
+        self._seen.clear()
+
     def detach(self, box: LiveSandbox) -> None:
         """End the conversations with the servers of a sandbox that is about to end."""
         self._links.ended(box)

@@ -39,6 +39,7 @@ from carrel.control.mcp.links import (
 from carrel.control.mcp.platform import PlatformServer, PlatformServers
 from carrel.control.operations.caller import Caller
 from carrel.control.operations.operations import Operations
+from carrel.control.operations.traces import passed_on
 from carrel.control.python.calls import Redactors
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.sessions import Sessions
@@ -257,7 +258,9 @@ class McpServers:
             server,
             request.tool,
             {"arguments": request.arguments},
-            lambda speaker: speaker.call_tool(request.tool, request.arguments, request.timeout, progress),
+            lambda speaker: speaker.call_tool(
+                request.tool, request.arguments, request.timeout, progress, passed_on(caller)
+            ),
             request.timeout,
         )
         return McpResult(

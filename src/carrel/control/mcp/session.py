@@ -28,6 +28,7 @@ from carrel.control.mcp.catalogue import bounded_catalogue, bounded_text, is_bou
 from carrel.control.mcp.links import NoAnswer, RequestRefused, StandIn, failed, known_failure
 from carrel.control.supervisor.connection import Json
 from carrel.errors import CarrelError, LimitExceeded
+from carrel.tracing import TraceContext
 
 CLIENT = types.Implementation(name="carrel", version="0.1.0")
 MOST_CALLS = 64
@@ -69,10 +70,16 @@ class Speaker:
         self.introduction: types.InitializeResult | None = None
 
     async def call_tool(
-        self, tool: str, arguments: Mapping[str, Any], timeout: float, progress: ProgressFnT | None = None
+        self,
+        tool: str,
+        arguments: Mapping[str, Any],
+        timeout: float,
+        progress: ProgressFnT | None = None,
+        trace: TraceContext | None = None,
     ) -> Json:
-        """Call a tool; return the result of the protocol."""
-        params = types.CallToolRequestParams(name=tool, arguments=dict(arguments))
+        """Call a tool; return the result of the protocol. The server gets the trace in `_meta`."""
+        meta: Any = None if trace is None else {name: value for name, value in trace._asdict().items() if value}
+        params = types.CallToolRequestParams(name=tool, arguments=dict(arguments), _meta=meta)
         return await self._ask(types.CallToolRequest(params=params), types.CallToolResult, timeout, progress)
 
     async def read_resource(self, uri: str, timeout: float) -> Json:

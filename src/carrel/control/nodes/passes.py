@@ -28,7 +28,8 @@ _VERSION = b"1"
 _KEPT = frozenset(
     {
         b"accept", b"carrel-approval", b"carrel-wait", b"content-type", b"idempotency-key", b"if-none-match",
-        b"last-event-id", b"mcp-method", b"mcp-name", b"mcp-protocol-version", b"mcp-session-id", b"x-request-id",
+        b"last-event-id", b"mcp-method", b"mcp-name", b"mcp-protocol-version", b"mcp-session-id", b"traceparent",
+        b"tracestate", b"x-request-id",
     }
 )  # fmt: skip
 """The headers of a request that travel with it. All others concern one connection, or are secrets."""

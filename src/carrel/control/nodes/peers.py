@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 from carrel.control.http_wire import HttpWire
-from carrel.control.nodes.registry import SPIFFE_SCHEME, Nodes
+from carrel.control.nodes.registry import SPIFFE_SCHEME, UNIX, Nodes
 from carrel.errors import LimitExceeded, NodeUnreachable, PlatformError
 from carrel.primitives.spiffe import SERVER_NAME, SpiffeId, connect, require_peer
 from carrel.spiffe.identity import NodeIdentity
@@ -52,6 +52,45 @@ class NodeLink(Protocol):
 
     async def websocket(self, target: str, headers: list[tuple[str, str]], subprotocols: list[str]) -> ClientConnection:
         """Open a WebSocket. Raises what `websockets` raises."""
+
+
+@dataclass(frozen=True)
+class UnixLink:
+    """A worker of this server at the path of a socket, which only this user can open."""
+
+    path: str
+
+    @property
+    def authority(self) -> bytes:
+        """See `NodeLink`."""
+        return b"localhost"
+
+    async def connect(self, protocol: Callable[[], asyncio.Protocol]) -> None:
+        """See `NodeLink`."""
+        async with asyncio.timeout(CONNECT_S):
+            await asyncio.get_running_loop().create_unix_connection(protocol, self.path)
+
+    async def websocket(self, target: str, headers: list[tuple[str, str]], subprotocols: list[str]) -> ClientConnection:
+        """See `NodeLink`."""
+        loop = asyncio.get_running_loop()
+        connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connected.setblocking(False)
+            async with asyncio.timeout(CONNECT_S):
+                await loop.sock_connect(connected, self.path)
+        except BaseException:
+            connected.close()
+            raise
+        return await _open_websocket(f"ws://localhost{target}", connected, headers, subprotocols)
+
+
+def link_to(url: str, name: str, identity: NodeIdentity | None) -> NodeLink:
+    """Return how a server is reached that has this address; `PlatformError` when it is none. `identity` is that of this
+    server, if servers have SPIFFE IDs.
+    """
+    if url.startswith(UNIX):
+        return UnixLink(url.removeprefix(UNIX))
+    return TcpLink.of(url, name, identity)
 
 
 @dataclass(frozen=True)
@@ -107,8 +146,6 @@ class TcpLink:
     async def websocket(self, target: str, headers: list[tuple[str, str]], subprotocols: list[str]) -> ClientConnection:
         """See `NodeLink`. The answer may take as long as a person needs to decide; connecting may not."""
         from websockets.asyncio.client import ClientConnection as Connection
-        from websockets.asyncio.client import connect as dial
-        from websockets.typing import Subprotocol
 
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_S):
@@ -132,25 +169,50 @@ class TcpLink:
                     require_peer(transport, accepts)
                 super().connection_made(transport)
 
-        peer = await dial(
+        peer = await _open_websocket(
             f"{scheme}://{self.authority.decode()}{target}",
-            sock=connected,
-            ssl=None if self.tls is None else self.tls(),
+            connected,
+            headers,
+            subprotocols,
+            tls=None if self.tls is None else self.tls(),
             server_hostname=None if self.tls is None else self.host if self.id is None else SERVER_NAME,
-            create_connection=Connection if self.id is None else Verified,
-            additional_headers=headers,
-            subprotocols=[Subprotocol(each) for each in subprotocols] or None,
-            compression=None,
-            open_timeout=None,
-            ping_interval=None,
-            close_timeout=5,
-            max_size=MAX_MESSAGE,
-            max_queue=4,
-            proxy=None,
-            user_agent_header=None,
+            connection=None if self.id is None else Verified,
         )
         _notice_loss(peer.transport)
         return peer
+
+
+async def _open_websocket(
+    url: str,
+    connected: socket.socket,
+    headers: list[tuple[str, str]],
+    subprotocols: list[str],
+    *,
+    tls: ssl.SSLContext | None = None,
+    server_hostname: str | None = None,
+    connection: type[ClientConnection] | None = None,
+) -> ClientConnection:
+    from websockets.asyncio.client import ClientConnection as Connection
+    from websockets.asyncio.client import connect as dial
+    from websockets.typing import Subprotocol
+
+    return await dial(
+        url,
+        create_connection=connection or Connection,
+        sock=connected,
+        ssl=tls,
+        server_hostname=server_hostname,
+        additional_headers=headers,
+        subprotocols=[Subprotocol(each) for each in subprotocols] or None,
+        compression=None,
+        open_timeout=None,
+        ping_interval=None,
+        close_timeout=5,
+        max_size=MAX_MESSAGE,
+        max_queue=4,
+        proxy=None,
+        user_agent_header=None,
+    )
 
 
 def _notice_loss(transport: asyncio.BaseTransport) -> None:
@@ -178,7 +240,7 @@ class Peer:
     def __init__(self, record: NodeRecord, identity: NodeIdentity | None):
         assert record.url is not None
         self.record = record
-        self.link: NodeLink = TcpLink.of(record.url, record.name, identity)
+        self.link: NodeLink = link_to(record.url, record.name, identity)
         self._idle: list[tuple[HttpWire, float]] = []
         self._open: set[HttpWire] = set()
         self._sockets: set[ClientConnection] = set()

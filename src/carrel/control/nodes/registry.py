@@ -21,6 +21,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from carrel.control.nodes.placement import Candidate
+from carrel.control.nodes.workers import Worker, server_of
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.errors import CarrelError, InvalidRequest, NotFound, Unauthorized, Unsupported
 from carrel.models import NodeInfo
@@ -39,6 +40,10 @@ SPIFFE_SCHEME = "https+spiffe"
 """Of the address of a server that is verified by its SPIFFE ID, not by the name of its host."""
 REFRESH_S = 0.2
 """The least time between two looks into the database for a server that is not known here."""
+
+
+UNIX = "unix:"
+"""How the address of a worker that listens on a Unix socket begins."""
 
 
 def beat_every(lease_s: float) -> float:
@@ -77,6 +82,8 @@ def machine_id() -> str:
 
 
 def _only_on_its_machine(url: str) -> bool:
+    if url.startswith(UNIX):
+        return True
     host = urlsplit(url).hostname or ""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
@@ -86,7 +93,8 @@ def _only_on_its_machine(url: str) -> bool:
 class Nodes:
     """This server among the servers on its database. `join` when it takes requests, `leave` before it ends.
 
-    `shared`: the database may have other servers. Else nothing is written, and there is only this one.
+    `worker` is this process. `shared`: the database may have other servers. Else nothing is written, and there is only
+    this one.
     """
 
     def __init__(
@@ -95,7 +103,7 @@ class Nodes:
         live: LiveSandboxes,
         providers: Mapping[str, Provider],
         *,
-        name: str,
+        worker: Worker,
         key_id: str,
         capacity: int,
         lease_s: float,
@@ -103,6 +111,7 @@ class Nodes:
         identity: NodeIdentity | None,
     ):
         """`identity` None: servers have no SPIFFE IDs."""
+        self.worker = worker
         self._store = store
         self._identity = identity
         self._revoked: frozenset[str] = frozenset()
@@ -113,7 +122,7 @@ class Nodes:
         self._live = live
         self._providers = providers
         self.shared = shared
-        self.me = NodeFacts(name, secrets.token_hex(8), None, machine_id(), key_id, "", (), 0, capacity, lease_s)
+        self.me = NodeFacts(worker.name, secrets.token_hex(8), None, machine_id(), key_id, "", (), 0, capacity, lease_s)
         self._began = time.time()
         self._known: dict[str, NodeRecord] = {}
         self._placed: dict[str, list[float]] = {}
@@ -183,6 +192,7 @@ class Nodes:
                 for name, placed in self._placed.items()
                 if name in self._known
             }
+            self.tell()
             self._suspected = {name: seen for name, seen in self._suspected.items() if name in self._known}
 
     def _learn(self, revoked: frozenset[str]) -> None:
@@ -252,6 +262,11 @@ class Nodes:
             record = self._known.get(name)
         return record if record is not None and self._answers(record) and self.obstacle(record) is None else None
 
+    def of_server(self, server: str) -> list[str]:
+        """Return the names of a server, or of its workers. One that was never seen is asked for in the database."""
+        names = [name for name in self._known if server_of(name) == server]
+        return names or [server]
+
     def why_not(self, name: str) -> str | None:
         """Return why requests cannot be forwarded to a server that answers; None if it does not answer."""
         record = self._known.get(name)
@@ -291,7 +306,11 @@ class Nodes:
         found = {here.name: Candidate(here.name, self._sandboxes, here.capacity, here.providers)}
         for each in self._known.values():
             if self._answers(each) and self.obstacle(each) is None:
-                sandboxes = each.sandboxes + len(self._placed.get(each.name, ()))
+                index = self.worker.index_of(each.name)
+                if index is not None and self.worker.table is not None:
+                    sandboxes = self.worker.table.sandboxes(index)
+                else:
+                    sandboxes = each.sandboxes + len(self._placed.get(each.name, ()))
                 found[each.name] = Candidate(each.name, sandboxes, each.capacity, each.providers)
         return found
 
@@ -303,10 +322,17 @@ class Nodes:
     def starting(self) -> Iterator[None]:
         """Count a sandbox that is about to start here."""
         self._starting += 1
+        self.tell()
         try:
             yield
         finally:
             self._starting -= 1
+            self.tell()
+
+    def tell(self) -> None:
+        """Tell the other workers how many sandboxes there are here."""
+        if self.worker.table is not None:
+            self.worker.table.set_sandboxes(self.worker.index, self._sandboxes)
 
     @property
     def _sandboxes(self) -> int:
@@ -362,6 +388,8 @@ class Nodes:
         return str(SpiffeId.node(self._identity.id.trust_domain, name))
 
     def _answers(self, record: NodeRecord) -> bool:
+        if self.worker.answers(record.name) is False:
+            return False
         if record.seen_at <= self._suspected.get(record.name, -math.inf):
             return False
         return self.now() - record.seen_at < record.lease_s

@@ -11,6 +11,7 @@ from typing import Any
 from carrel.control.nodes.peers import Peer, Peers, unreachable
 from carrel.control.nodes.placement import HERE, Here, Place, Silent, There, choose, place_of
 from carrel.control.nodes.registry import Nodes
+from carrel.control.nodes.workers import server_of
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.errors import NodeUnreachable, RunsElsewhere
 from carrel.primitives.cache import Cache
@@ -77,18 +78,30 @@ class Routing:
             return place
         if forwarded:  # the sender chose this server
             return HERE
-        if any(document.get(each) for each in _OF_ONE_SERVER):
-            return place
+        if document.get("workspace_path") or (holding is not None and holding.folder):
+            return await self._first_worker() if isinstance(place, Here) else place
         files = None if holding is None else holding.node
+        bound = any(document.get(each) for each in _OF_ONE_SERVER)
+        if bound:
+            if isinstance(place, There) or self._nodes.worker.count == 1:
+                return place
+            files = self._nodes.worker.server
         candidates = self._nodes.candidates()
-        holder = candidates.get(files or "")
-        movable = holder is None or holder.has_room or context is None or await self._is_archived(context)
+        holders = [each for each in candidates.values() if server_of(each.name) == files]
+        roomy = not holders or any(each.has_room for each in holders)
+        movable = roomy or (not bound and (context is None or await self._is_archived(context)))
         wanted = provider if isinstance(provider, str) and provider != "auto" else None
         chosen = choose(candidates, self._nodes.name, files=files, movable=movable, provider=wanted)
         if chosen == self._nodes.name:
             return HERE
         self._nodes.placed(chosen)
         return There(chosen)
+
+    async def _first_worker(self) -> Here | There:
+        """Return where folders of this server are guarded."""
+        worker = self._nodes.worker
+        first = worker.names[0]
+        return There(first) if not worker.first and await self._nodes.find(first) is not None else HERE
 
     def starting(self) -> AbstractContextManager[None]:
         """Count a sandbox that is about to start here."""
@@ -112,8 +125,7 @@ class Routing:
         await self._nodes.beat()
 
     async def _resolved(self, holding: Holding | None) -> Place:
-        named = set() if holding is None else {holding.owner, holding.node} - {None, self._nodes.name}
-        alive = {name for name in named if name is not None and await self._nodes.find(name) is not None}
+        alive = set() if holding is None else await self._alive(holding)
         place = place_of(holding, self._nodes.name, alive)
         if isinstance(place, Silent) and (obstacle := self._nodes.why_not(place.node)) is not None:
             raise NodeUnreachable(
@@ -123,6 +135,22 @@ class Routing:
                 retry=False,
             )
         return place
+
+    async def _alive(self, holding: Holding) -> set[str]:
+        """Return the other servers and workers that answer, as far as they matter for a session. A worker that has died
+        is waited for: another process takes its place within a second.
+        """
+        worker, alive, owner = self._nodes.worker, set[str](), holding.owner
+        if owner is not None and owner != worker.name:
+            if worker.answers(owner) is False and await worker.returned(owner):
+                await self._nodes.beat()
+            if await self._nodes.find(owner) is not None:
+                alive.add(owner)
+        node = holding.node
+        if node is not None and (node != worker.server or holding.folder):
+            names = self._nodes.of_server(node)
+            alive |= {name for name in names if name != worker.name and await self._nodes.find(name) is not None}
+        return alive
 
     async def _is_archived(self, context: str) -> bool:
         snapshots = await self._snapshots.all_ready(context)

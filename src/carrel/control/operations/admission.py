@@ -27,6 +27,7 @@ from carrel.control.supervisor.connection import run
 from carrel.errors import CarrelError, Denied
 from carrel.metrics import OK, Metrics, outcome_of
 from carrel.policy.verdict import Verdict, strictest
+from carrel.tracing import span
 
 log = logging.getLogger("carrel.admission")
 
@@ -58,53 +59,68 @@ class Admission:
         """Admit a call for the length of the block, or raise `Denied`. The audit record gets the error and the bytes of
         the block; secrets of the call's owner are removed from the error.
         """
-        traffic, began, outcome, outer_run = Traffic(), time.monotonic(), OK, run.get()
-        verdict: Verdict | None = None
-        permit: Permit | None = None
-        ticket: Ticket | None = None
-        admitted = False
-        running = began
-        try:
-            if not isinstance(call.caller, OwnWork):
-                verdict = await self._decide(call)
-                if verdict.asks:
-                    permit = await self._approvals.permit(call, verdict)
-                    traffic.approval = permit.approval
-                    now = await self._decide(call)
-                    if now.denies:  # a rule that changed while a person was asked overrides the approval
-                        verdict = now
-                if verdict.denies:
-                    raise refusal(call.kind, verdict)
-                if call.proxy_verdict is None:
-                    ticket = await self._audit.begin(await self._entry(call, verdict, traffic.approval))
-                    traffic.record = ticket.seq or None
-                admitted, running = True, time.monotonic()
-                if permit is not None and permit.run is not None:
-                    run.set(permit.run)  # marks every request to a supervisor from now on
-            yield traffic
-        except BaseException as error:
-            outcome = outcome_of(error)
-            if verdict is not None and not admitted and isinstance(error, Denied):
-                await self._record_refusal(call, verdict, error, began)
-            if isinstance(error, CarrelError):
-                await self._secrets.clean_error(call.owner, error)
-            elif isinstance(error, asyncio.CancelledError):
-                log.debug("the caller of %s went away", call.name)
-            raise
-        finally:
-            seconds = time.monotonic() - began
-            if ticket is not None:
-                ending = Ending(outcome, seconds * 1000, traffic.bytes_in, traffic.bytes_out, told=traffic.told)
-                ticket.end(ending)
-                if (exit := exit_of(call.operation, ending)) is not None:
-                    box = self._live.get(call.sandbox_id)
-                    template = None if box is None else box.record.template
-                    self._metrics.command_ended(template, exit, time.monotonic() - running)
-            if not isinstance(call.caller, OwnWork) and call.proxy_verdict is None:
-                self._metrics.operated(call.kind, call.name, outcome, seconds)
-            if permit is not None:
-                run.set(outer_run)
-                await self._approvals.ended(permit, used=admitted)
+        facts = {"kind": call.kind, "sandbox": call.sandbox_id or None, "context": call.context_id}
+        with span(call.name, **facts) as traced:
+            traffic, began, outcome, outer_run = Traffic(), time.monotonic(), OK, run.get()
+            verdict: Verdict | None = None
+            permit: Permit | None = None
+            ticket: Ticket | None = None
+            admitted = False
+            running = began
+            try:
+                if not isinstance(call.caller, OwnWork):
+                    with span("policy"):
+                        verdict = await self._decide(call)
+                    if verdict.asks:
+                        with span("approval"):
+                            permit = await self._approvals.permit(call, verdict)
+                        traffic.approval = permit.approval
+                        now = await self._decide(call)
+                        if now.denies:  # a rule that changed while a person was asked overrides the approval
+                            verdict = now
+                    if verdict.denies:
+                        raise refusal(call.kind, verdict)
+                    if call.proxy_verdict is None:
+                        entry = await self._entry(call, verdict, traffic.approval)
+                        with span("audit"):
+                            ticket = await self._audit.begin(entry)
+                        traffic.record = ticket.seq or None
+                        if traced is not None:
+                            command = entry.arguments.get("command")
+                            traced.set(
+                                record=traffic.record,
+                                approval=traffic.approval,
+                                command=None if command is None else str(command),
+                            )
+                    admitted, running = True, time.monotonic()
+                    if permit is not None and permit.run is not None:
+                        run.set(permit.run)  # marks every request to a supervisor from now on
+                yield traffic
+            except BaseException as error:
+                outcome = outcome_of(error)
+                if verdict is not None and not admitted and isinstance(error, Denied):
+                    await self._record_refusal(call, verdict, error, began)
+                if isinstance(error, CarrelError):
+                    await self._secrets.clean_error(call.owner, error)
+                elif isinstance(error, asyncio.CancelledError):
+                    log.debug("the caller of %s went away", call.name)
+                raise
+            finally:
+                seconds = time.monotonic() - began
+                if traced is not None:
+                    traced.set(outcome=outcome, decision=None if verdict is None else verdict.verdict)
+                if ticket is not None:
+                    ending = Ending(outcome, seconds * 1000, traffic.bytes_in, traffic.bytes_out, told=traffic.told)
+                    ticket.end(ending)
+                    if (exit := exit_of(call.operation, ending)) is not None:
+                        box = self._live.get(call.sandbox_id)
+                        template = None if box is None else box.record.template
+                        self._metrics.command_ended(template, exit, time.monotonic() - running)
+                if not isinstance(call.caller, OwnWork) and call.proxy_verdict is None:
+                    self._metrics.operated(call.kind, call.name, outcome, seconds)
+                if permit is not None:
+                    run.set(outer_run)
+                    await self._approvals.ended(permit, used=admitted)
 
     async def _decide(self, call: Call) -> Verdict:
         box = self._live.get(call.sandbox_id)

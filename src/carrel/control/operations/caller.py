@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from carrel.identity import Identity
 from carrel.models.operations import Scope
+from carrel.tracing import TraceContext
 
 
 def _there() -> bool:
@@ -28,6 +29,8 @@ class Caller:
     approval: str | None = None
     wait_s: float = 0.0
     request_id: str | None = None
+    trace: TraceContext | None = None
+    """The trace that the request belongs to, as the caller named it."""
     gone: Callable[[], bool] = _there
 
     @property

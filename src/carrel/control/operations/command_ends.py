@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from carrel.audit import AuditLog
 from carrel.control.operations.happened import ENDS, told_of
+from carrel.control.operations.traces import process_span
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.supervisor.memory import for_memory
 from carrel.errors import CarrelError
@@ -86,6 +87,7 @@ class CommandEnds:
             info = await end()
             info.oom_killed = await for_memory(box, info)
             seconds = info.duration_ms / 1000
+            process_span(seconds, told_of(info))
             values |= told_of(info) | {"duration_ms": info.duration_ms, "bytes_out": info.output_bytes}
         except CarrelError:  # the sandbox has ended, or forgot the command
             values["exit"] = "gone"

@@ -29,6 +29,7 @@ from carrel.control.operations.checks import (
 )
 from carrel.control.operations.command_ends import CommandEnds
 from carrel.control.operations.happened import told_of
+from carrel.control.operations.traces import process_span, traced
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.owners import STATELESS
@@ -163,9 +164,8 @@ class SandboxOperations(ABC, Generic[C]):
         """Run a command to its end. An interactive one has a terminal, in which nobody types more than `stdin`."""
         async with self.enter(caller, name, op.RUN_COMMAND, asked(request)) as (box, traffic):
             await self._wait_for_packages(box)
-            body, timeout = command_body(
-                on_terminal(request) if request.interactive else request, box.record.limits.timeout_s
-            )
+            asked_for = on_terminal(request) if request.interactive else request
+            body, timeout = command_body(traced(caller, asked_for), box.record.limits.timeout_s)
             if request.stdin is not None:
                 traffic.count_in(size_of(request.stdin))
             result = await box.connection.run_command(body, timeout, request.output_limit)
@@ -189,7 +189,7 @@ class SandboxOperations(ABC, Generic[C]):
             default = box.record.limits.timeout_s
             if request.timeout is None and not attended:
                 default = await self._longest(box.record)
-            body, _ = command_body(request, default, attached=attached)
+            body, _ = command_body(traced(caller, request), default, attached=attached)
             if request.stdin is not None:
                 traffic.count_in(size_of(request.stdin))
             info = await box.connection.start_command(body)
@@ -354,6 +354,7 @@ class SandboxOperations(ABC, Generic[C]):
         traffic.count_out(size)
         result.oom_killed = await for_memory(box, result)
         traffic.told = told_of(result)
+        process_span(result.duration_ms / 1000, traffic.told)
         return await in_thread_if_large(size, clean_result, await self._redactor(box.record.owner), result)
 
 

@@ -4,21 +4,27 @@ or ends.
 
 from __future__ import annotations
 
-import asyncio
+from contextlib import AbstractAsyncContextManager
 
 from carrel.control.sessions.attachments import Attachment, Fork
+from carrel.primitives.process_locks import LocksOf
 from carrel.store.environments import EnvironmentStore
 
 
 class EnvironmentHolds(Attachment):
     """The holders of the environments of one server. Change or rely on `holders` only while `lock` is held."""
 
-    def __init__(self, store: EnvironmentStore):
+    def __init__(self, store: EnvironmentStore, locks: LocksOf):
         self._store = store
         self._being_forked: set[str] = set()
-        self.lock = asyncio.Lock()
+        self._locks = locks
         self.holders: dict[str, set[str]] = {}
         """By the name of the environment."""
+
+    @property
+    def lock(self) -> AbstractAsyncContextManager[object]:
+        """The lock on the environments of this server."""
+        return self._locks("environments")
 
     async def read(self) -> None:
         """Read the holders again: sessions may have ended, here or on another server."""

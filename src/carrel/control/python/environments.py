@@ -124,14 +124,24 @@ class Environments:
         self._gate = asyncio.Semaphore(PARALLEL)
         self.grace_s = GRACE_S
 
-    async def open(self) -> None:
-        """Make records and disk agree, and remove unfinished builds."""
+    async def open(self, *, alone: bool) -> None:
+        """Read the records. If this process is `alone`, make records and disk agree, and remove unfinished builds."""
+        if not alone:
+            await self.read_again()
+            return
         records = {record.name: record for record in await self._store.all()}
         there = set(await asyncio.to_thread(self._storage.sweep, list(records)))
         await self._store.forget(records.keys() - there)
         self._known = {name: record for name, record in records.items() if name in there}
         await self._holds.read()
         self._answers = await self._store.answers()
+
+    async def read_again(self) -> None:
+        """Read the records again: another worker has built, used or removed an environment."""
+        async with self._holds.lock:
+            known = {record.name: record for record in await self._store.all()}
+            await self._holds.read()
+            self._known, self._answers = known, await self._store.answers()
 
     async def close(self) -> None:
         """Cancel the builds under way."""
@@ -348,7 +358,7 @@ class Environments:
         for _ in range(3):
             record = await find()
             async with self._holds.lock:
-                if record.name not in self._known:
+                if record.name not in self._known or not self._storage.has(record.name):
                     continue  # it was removed meanwhile
                 now = time.time()
                 record = self._known[record.name]

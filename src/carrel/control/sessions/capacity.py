@@ -9,8 +9,10 @@ from carrel.errors import LimitExceeded
 class Capacity:
     """The limit on the sandboxes of one server. A sandbox that starts has its place already."""
 
-    def __init__(self, most: int, live: LiveSandboxes):
+    def __init__(self, most: int, live: LiveSandboxes, *, of_server: int):
+        """`most` is the part of this worker, `of_server` that of all workers together."""
         self._most = most
+        self._of_server = of_server
         self._live = live
         self._under_way = 0
 
@@ -23,7 +25,7 @@ class Capacity:
         """Raise `LimitExceeded` when no place is free."""
         if self.free <= 0:
             raise LimitExceeded(
-                f"{self._most} sandboxes run already", hint="terminate some, or raise CARREL_MAX_SANDBOXES"
+                f"{self._of_server} sandboxes run already", hint="terminate some, or raise CARREL_MAX_SANDBOXES"
             )
 
     def begin(self) -> None:

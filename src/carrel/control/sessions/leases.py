@@ -8,6 +8,7 @@ import logging
 import time
 from dataclasses import replace
 
+from carrel.control.nodes.workers import Worker
 from carrel.control.sessions.attachments import Attachments
 from carrel.control.sessions.lifecycle import LIVE, Event, next_state
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
@@ -20,11 +21,14 @@ log = logging.getLogger("carrel.leases")
 
 
 class Leases:
-    """The leases of one server."""
+    """The leases of one server, or of one of its workers."""
 
-    def __init__(self, leases: LeaseStore, node: str, seconds: float):
+    def __init__(self, leases: LeaseStore, worker: Worker, seconds: float):
         self._leases = leases
-        self.node = node
+        self._worker = worker
+        self.node = worker.name
+        self.server = worker.server
+        """The name under which sessions have their files: all workers of a server share them."""
         self.seconds = seconds
 
     @property
@@ -38,7 +42,8 @@ class Leases:
 
     async def take(self, record: SessionRecord, *, anew: bool = False) -> SessionRecord:
         """Take the lease of a session; `RunsElsewhere` when another server has it."""
-        fence = await self._leases.acquire(record.id, self.node, self.seconds, anew=anew)
+        dead = record.lease_owner if anew and self._worker.recovers(record.lease_owner) else None
+        fence = await self._leases.acquire(record.id, self.node, self.seconds, anew=anew, dead=dead)
         if fence is None:
             lease = await self._leases.get(record.id)
             owner = lease.owner if lease else "another server"
@@ -65,9 +70,9 @@ class Leases:
 
     async def abandoned(self) -> list[str]:
         """Return the sessions of silent servers: their lease ended, and nobody took it for the same time again."""
-        return [
-            lease.session_id for lease in await self._leases.expired(grace=self.seconds) if lease.owner != self.node
-        ]
+        here = self._worker.names  # a worker that hangs is replaced, and its sandboxes run on
+        found = await self._leases.expired(grace=self.seconds)
+        return [lease.session_id for lease in found if lease.owner not in here]
 
     async def revoke(self, record: SessionRecord) -> SessionRecord | None:
         """Fence a silent server off from a session, without taking the session; None when it is back, or another server
@@ -105,7 +110,7 @@ class LeaseUpkeep:
             await self._live.end(box, self._attachments)
             return
         now = await self._store.get(box.record.id)
-        if now is None or now.node != self._leases.node or now.state not in {State.RUNNING, State.STOPPED}:
+        if now is None or now.node != self._leases.server or now.state not in {State.RUNNING, State.STOPPED}:
             if self._live.has(box) and (now is None or now.state not in LIVE):
                 await self._live.end(box, self._attachments)
                 await self._store.update(box.record.id, fence=taken.fence, release=True)

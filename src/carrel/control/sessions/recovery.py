@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from carrel.control.nodes.workers import Worker
 from carrel.control.sessions.lifecycle import LIVE
 from carrel.control.sessions.sessions import Sessions
+from carrel.control.sessions.slots import SLOT, slot_prefix
 from carrel.control.workspaces.workspaces import Workspaces
 from carrel.errors import RunsElsewhere
 from carrel.providers.base import Provider
@@ -28,17 +30,31 @@ class Recovered:
 
 
 async def recover(
-    sessions: Sessions, store: SessionStore, workspaces: Workspaces, providers: Mapping[str, Provider], run_dir: str
+    sessions: Sessions,
+    store: SessionStore,
+    workspaces: Workspaces,
+    providers: Mapping[str, Provider],
+    run_dir: str,
+    worker: Worker,
 ) -> Recovered:
-    """Make records, sandboxes and files of this server agree. Runs once, before the server takes requests."""
+    """Make records, sandboxes and files of this server agree. Runs once, before the process takes requests.
+
+    A worker recovers what its predecessor left. One that was started alone recovers everything, but leaves the
+    sandboxes of sessions to the workers that own them and start soon.
+    """
 
     async def known(context: str) -> bool:
         return await store.newest_of_context(context) is not None
 
-    await workspaces.recover(known)
+    if worker.alone:
+        await workspaces.recover(known)
     left: list[SessionRecord] = []
+    of_others: list[SessionRecord] = []
     for record in await store.in_states(LIVE):
         if record.node not in {None, workspaces.node}:
+            continue
+        if not worker.recovers(record.lease_owner):
+            of_others.append(record)
             continue
         try:
             if not await sessions.adopt(record):
@@ -47,9 +63,17 @@ async def recover(
             log.warning("session %s was taken over meanwhile: %s", record.id, error)
         except Exception:
             log.exception("session %s could not be recovered", record.id)
-    keep = {box.record.id for box in sessions.live()}
-    handles = {(box.provider.name, str(box.handle["id"])) for box in sessions.live()}  # slots have ids of their own
-    await _end_strays(providers, handles)  # before their files are read
+    adopted = [(box.record, box.handle) for box in sessions.live()]
+    if not worker.alone:
+        await workspaces.recover_after_worker({record.id for record in (*left, *(each for each, _ in adopted))})
+        await _end_sandboxes_of(worker, providers, left, {str(handle["id"]) for _, handle in adopted})
+    kept = [*adopted, *((each, each.handle) for each in of_others)]
+    keep = {record.id for record, _ in kept}
+    handles = [handle for _, handle in kept if handle is not None]
+    if worker.alone:
+        # Slots have ids of their own. Before the files are read.
+        named = {(str(handle["provider"]), str(handle["id"])) for handle in handles}
+        await _end_strays(providers, named)
     for record in left:
         try:
             await sessions.end_recorded(record, "the server was restarted")
@@ -57,9 +81,25 @@ async def recover(
             log.warning("session %s was taken over meanwhile: %s", record.id, error)
         except Exception:
             log.exception("session %s could not be recovered", record.id)
-    await workspaces.sweep(keep)
-    await asyncio.to_thread(_remove_sockets, run_dir, {str(box.handle["socket"]) for box in sessions.live()})
-    return Recovered(len(keep), len(left))
+    if worker.alone:
+        await workspaces.sweep(keep)
+        await asyncio.to_thread(_remove_sockets, run_dir, {str(handle["socket"]) for handle in handles})
+    return Recovered(len(adopted), len(left))
+
+
+async def _end_sandboxes_of(
+    worker: Worker, providers: Mapping[str, Provider], left: Sequence[SessionRecord], adopted: set[str]
+) -> None:
+    """End the sandboxes that a dead worker was starting or ending, and its slots without an owner. Those of other
+    workers run on.
+    """
+    of_sessions = {(record.provider, record.id) for record in left}
+    slots = slot_prefix(worker)
+    for provider in providers.values():
+        for name in await provider.running():
+            unclaimed = slots != SLOT and name.startswith(slots) and name not in adopted
+            if unclaimed or (provider.name, name) in of_sessions:
+                await _remove(provider, name)
 
 
 async def _end_strays(providers: Mapping[str, Provider], keep: set[tuple[str, str]]) -> None:
@@ -70,11 +110,15 @@ async def _end_strays(providers: Mapping[str, Provider], keep: set[tuple[str, st
         for name in await provider.running():
             if (provider.name, name) in keep:
                 continue
-            try:
-                await provider.remove({"provider": provider.name, "id": name, "socket": ""})
-                log.info("sandbox %s has no record and is ended", name)
-            except Exception:
-                log.exception("sandbox %s could not be ended", name)
+            await _remove(provider, name)
+
+
+async def _remove(provider: Provider, name: str) -> None:
+    try:
+        await provider.remove({"provider": provider.name, "id": name, "socket": ""})
+        log.info("sandbox %s has no session and is ended", name)
+    except Exception:
+        log.exception("sandbox %s could not be ended", name)
 
 
 def _remove_sockets(run_dir: str, keep: set[str]) -> None:

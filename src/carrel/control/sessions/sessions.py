@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 
 from carrel.control.operations.caller import OWN_WORK, Caller, OwnWork
@@ -23,7 +23,7 @@ from carrel.control.workspaces.workspaces import Workspaces
 from carrel.errors import AlreadyExists, Conflict, NotFound, NotRunning, PlatformError, RunsElsewhere
 from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
 from carrel.policy.shell import changes_what_runs
-from carrel.primitives.keyed_lock import KeyedLocks
+from carrel.primitives.process_locks import LocksOf
 from carrel.providers.base import Provider
 from carrel.store import SessionRecord, SessionStore
 
@@ -51,6 +51,7 @@ class Sessions:
         live: LiveSandboxes,
         providers: Mapping[str, Provider],
         attachments: Attachments,
+        locks: LocksOf,
     ):
         self._starting = starting
         self._store = store
@@ -59,7 +60,7 @@ class Sessions:
         self._providers = dict(providers)
         self._live = live
         self._attachments = attachments
-        self._locks = KeyedLocks()
+        self._locks = locks
 
     # finding
 
@@ -115,21 +116,23 @@ class Sessions:
         await self._refuse_elsewhere(record, f"the workspace of '{record.owner}'")
 
     async def _refuse_elsewhere(self, record: SessionRecord, what: str) -> None:
-        if record.node in {None, self._leases.node}:
+        here = record.node in {None, self._leases.server}
+        if here and record.state not in LIVE:
             return
         owner = await self._leases.owner(record)
         if owner not in {None, self._leases.node}:
             raise RunsElsewhere(f"{what} is on server '{owner}'", field="id", hint=f"ask server '{owner}'", node=owner)
-        raise NotRunning(
-            f"{what} was on server '{record.node}', which no longer answers",
-            field="id",
-            hint="deploy_or_resume starts it on another server, from its newest snapshot",
-        )
+        if not here:
+            raise NotRunning(
+                f"{what} was on server '{record.node}', which no longer answers",
+                field="id",
+                hint="deploy_or_resume starts it on another server, from its newest snapshot",
+            )
 
     async def require_unused(self, context_id: str) -> None:
         """Raise `AlreadyExists` when a context has a session or files, here or elsewhere."""
         previous = await self._store.newest_of_context(context_id)
-        ended = previous is None or (previous.state is State.TERMINATED and previous.node == self._leases.node)
+        ended = previous is None or (previous.state is State.TERMINATED and previous.node == self._leases.server)
         if not ended or await self._workspaces.exists(context_id):
             raise AlreadyExists(
                 f"context '{context_id}' has a workspace already", field="context_id", hint="fork to a new context"
@@ -275,7 +278,7 @@ class Sessions:
             except BaseException:
                 await self._store.update(record.id, fence=record.fence, release=True)
                 raise
-            node = self._leases.node
+            node = self._leases.server
             await self._store.update(record.id, fence=record.fence, release=True, node=node, notice=None)
 
     async def terminate(
@@ -373,7 +376,7 @@ class Sessions:
         `kept`: there is nothing to keep. A server that is killed in between repeats this when it is back.
         """
         box = self._live.get(record.id)
-        here = record.node in {None, self._leases.node}
+        here = record.node in {None, self._leases.server}
         started = record.state in {State.RUNNING, State.IDLE_STOPPING}
         if record.state is State.RUNNING and not record.ephemeral:
             record = replace(record, state=next_state(record.state, Event.IDLE))
@@ -466,9 +469,9 @@ class Sessions:
             )
         return record
 
-    def _own_lock(self, record: SessionRecord) -> asyncio.Lock:
+    def _own_lock(self, record: SessionRecord) -> AbstractAsyncContextManager[object]:
         return self.lock(f"context {record.context_id}" if record.context_id else f"id {record.id}")
 
-    def lock(self, key: str) -> asyncio.Lock:
+    def lock(self, key: str) -> AbstractAsyncContextManager[object]:
         """Return the lock of a key on this server. This class uses the keys `context …`, `id …` and `key …`."""
-        return self._locks.of(key)
+        return self._locks(key)

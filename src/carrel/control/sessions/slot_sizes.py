@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from carrel.config import PoolSettings
 from carrel.control.sessions.slot_table import SlotCounts
 from carrel.control.sessions.templates import BUILT, Templates
@@ -10,7 +12,9 @@ from carrel.control.sessions.templates import BUILT, Templates
 class PoolSizes:
     """The sizes of the pools of one server."""
 
-    def __init__(self, settings: PoolSettings, templates: Templates):
+    def __init__(self, settings: PoolSettings, templates: Templates, share: Callable[[int], int]):
+        """`share` returns the part of a size that this worker keeps."""
+        self._share = share
         self._settings = settings
         self._templates = templates
         self._providers: dict[str, int] = {}
@@ -33,7 +37,8 @@ class PoolSizes:
                 size, most = asked.size, asked.max or most
             size = self._resized.get(template, size)
         size = min(size, self._settings.max)
-        return SlotCounts(size, max(size, min(most, self._settings.max)))
+        most = max(size, min(most, self._settings.max))
+        return SlotCounts(self._share(size), self._share(most))
 
     async def rebuilt(self, template: str | None, image: str | None) -> bool:
         """Whether an image was built for a template, which now has another one."""

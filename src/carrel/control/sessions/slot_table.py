@@ -61,6 +61,8 @@ class SlotPool:
     drained: bool = False
     """Whether it shall have no slots until a sandbox of its kind is asked for again."""
     dry_at: float = 0.0
+    dry: bool = False
+    """Whether it has run dry, and has not been full since."""
     claimed: int = 0
     cold_starts: int = 0
     last_failure: str | None = None
@@ -132,7 +134,7 @@ class SlotTable:
             pool.slots.remove(slot)
         elif pool.wanted:
             pool.wanted = min(pool.counts.most, 2 * pool.wanted)
-            pool.dry_at = now
+            pool.dry_at, pool.dry = now, True
         return slot
 
     def worked(self, pool: SlotPool) -> None:
@@ -147,6 +149,8 @@ class SlotTable:
         slot.handle = handle
         if slot.state == "starting":
             slot.state = "ready"
+        if len(slot.pool.in_state("ready")) >= slot.pool.counts.size:
+            slot.pool.dry = False
 
     def failed(self, pool: SlotPool, why: str, now: float) -> None:
         """Note that a slot of a pool could not be started or has ended by itself: the next one waits a while."""
@@ -169,8 +173,9 @@ class SlotTable:
         for pool in self.pools:
             if now - pool.asked_at > self._idle_s:
                 pool.drained = True
-            if pool.wanted > pool.counts.size and now - pool.dry_at > GROWN_S:
-                pool.wanted = pool.counts.size
+            if now - pool.dry_at > GROWN_S:
+                pool.dry = False
+                pool.wanted = min(pool.wanted, pool.counts.size)
         for pool in self._latest_first()[self._most_pools :]:
             pool.drained = True
 

@@ -18,15 +18,19 @@ from dataclasses import replace
 from typing import Any
 
 from carrel.config import PoolSettings
+from carrel.control.nodes.workers import Worker
 from carrel.control.sessions.capacity import Capacity
 from carrel.control.sessions.slot_sizes import PoolSizes
 from carrel.control.sessions.slot_table import Slot, SlotKind, SlotPool, SlotState, SlotTable
 from carrel.errors import CarrelError, InvalidRequest, PlatformError
+from carrel.events import EventLog
 from carrel.images.storage import ImageStorage, RootHold
 from carrel.metrics import Metrics
+from carrel.models.events import EventKind
 from carrel.primitives import tasks
 from carrel.providers.base import Handle, Launch, Provider
 from carrel.threads import run_to_end
+from carrel.tracing import span
 
 log = logging.getLogger("carrel.slots")
 
@@ -40,6 +44,9 @@ MOST_CLAIMS = 2
 """How many slots that die a start tries to claim before it starts cold."""
 _LONGEST_REASON = 500
 _CLOSE_AT_ONCE = 32
+
+SLOT = "slot-"
+"""How the ids of all slots begin."""
 
 StillMeans = Callable[[str, str], bool]
 """Whether the name of an image still means the image with a digest. Blocking."""
@@ -55,18 +62,22 @@ class Slots:
         sizes: PoolSizes,
         capacity: Capacity,
         metrics: Metrics,
+        events: EventLog,
         storage: ImageStorage,
         still_means: StillMeans,
+        worker: Worker,
     ):
+        slots_prefix = slot_prefix(worker)
         self._providers = dict(providers)
         self._sizes = sizes
         self._capacity = capacity
         self._metrics = metrics
+        self._events = events
         self._storage = storage
         self._still_means = still_means
         self._table = SlotTable(
-            lambda: f"slot-{secrets.token_hex(8)}",
-            most=settings.max,
+            lambda: f"{slots_prefix}{secrets.token_hex(8)}",
+            most=worker.share(settings.max),
             at_once=AT_ONCE,
             most_pools=MOST_POOLS,
             idle_s=settings.idle_s or float("inf"),
@@ -102,7 +113,7 @@ class Slots:
         """
         fitting = provider.slot_for(launch)
         if fitting is None:
-            return await provider.start(launch)
+            return await self._start_cold(provider, launch)
         kind = SlotKind(provider.name, template, image, digest, fitting)
         pool = None if self._closing else self._table.find(kind)
         if pool is not None:
@@ -115,19 +126,27 @@ class Slots:
         if self._capacity.free < self._table.present:
             self._turn()  # the sandbox needs the room of a slot
         # From here on the only await is the start: a handle that is not returned would be lost.
-        handle = await provider.start(launch)
+        handle = await self._start_cold(provider, launch)
         if pool is None and lasting and not self._closing:
             self._learn(kind)
         else:
             self._turn()
         return handle
 
+    @staticmethod
+    async def _start_cold(provider: Provider, launch: Launch) -> Handle:
+        with span("start", provider=provider.name):
+            return await provider.start(launch)
+
     def _take(self, pool: SlotPool) -> Slot | None:
+        was_dry = pool.dry
         slot = self._table.take(pool, time.monotonic())
         self._measure()
         if slot is None and pool.counts.size:
             self._metrics.pool_claimed(pool.kind.provider, "dry")
             log.info("no slot of %s is ready: a sandbox starts cold", _name(pool.kind))
+        if pool.dry and not was_dry:
+            self._events.tell([self._events.draft(EventKind.POOL_DRY, None, None, _told(pool))])
         return slot
 
     async def _claim(self, provider: Provider, slot: Slot, launch: Launch) -> Handle | None:
@@ -137,7 +156,8 @@ class Slots:
         try:
             if not await provider.alive(slot.handle):
                 raise PlatformError("the slot has ended by itself")
-            claimed = await provider.claim(slot.handle, launch)
+            with span("claim", provider=provider.name):
+                claimed = await provider.claim(slot.handle, launch)
         except BaseException as error:
             await self._remove_to_end(provider, slot.handle)
             if not isinstance(error, PlatformError):
@@ -364,9 +384,27 @@ class Slots:
             self._release(pool)
 
 
+def slot_prefix(worker: Worker) -> str:
+    """Return how the ids of the slots of a worker begin."""
+    return SLOT if worker.count == 1 else f"{SLOT}{worker.index}-"
+
+
 def has_slots(provider: Provider) -> bool:
     """Whether a provider starts slots at all."""
     return type(provider).start_slot is not Provider.start_slot
+
+
+def _told(pool: SlotPool) -> dict[str, object]:
+    """Return what the event of a dry pool says."""
+    return {
+        "provider": pool.kind.provider,
+        "template": pool.kind.template,
+        "image": pool.kind.image,
+        "size": pool.counts.size,
+        "most": pool.counts.most,
+        "starting": len(pool.in_state("starting")),
+        "last_failure": pool.last_failure,
+    }
 
 
 def _name(kind: SlotKind) -> str:

@@ -30,6 +30,7 @@ from carrel.isolation.cgroups import host_memory_mb
 from carrel.models import SandboxInfo, SandboxRequest, State
 from carrel.providers.base import Handle, Provider
 from carrel.store import SessionRecord, SessionStore
+from carrel.tracing import span
 
 log = logging.getLogger("carrel.starting")
 
@@ -87,7 +88,7 @@ class Starting:
         workspace before.
         """
         began = time.monotonic()
-        node = self._leases.node
+        node = self._leases.server
         request = await self._templates.fill(caller, request, previous)
         record, provider = new_record(
             request,
@@ -121,7 +122,8 @@ class Starting:
                 await seed(record)
             provided = moved or await self._workspaces.provide(record, previous)
             new = provided.new
-            plan = await self._attachments.prepare(replace(plan, record=record), provided.path)
+            with span("prepare"):
+                plan = await self._attachments.prepare(replace(plan, record=record), provided.path)
             handle = await self._slots.start(
                 provider,
                 launch(
@@ -143,7 +145,8 @@ class Starting:
             box = LiveSandbox(record, provider, handle, provided.path)
             box.leased_until = self._leases.deadline(began)
             box.masks, box.has_secrets, box.trusting = plan.masks, False, plan.trusts_proxy
-            await self._attachments.attach(box)
+            with span("attach"):
+                await self._attachments.attach(box)
             if self.closing:
                 raise PlatformError("the server is shutting down", hint="ask again when it is back")
             notice = provided.notice or plan.notice or record.notice
@@ -183,7 +186,7 @@ class Starting:
                 field="workspace_path",
                 hint="use another context for the folder, or delete the files of this one",
             )
-        if previous is not None and previous.state is not State.TERMINATED and previous.node != self._leases.node:
+        if previous is not None and previous.state is not State.TERMINATED and previous.node != self._leases.server:
             raise Conflict(
                 f"the folder of this context is on server '{previous.node}'", field="context_id", node=previous.node
             )

@@ -82,7 +82,13 @@ class Upkeep:
         notes: SessionNotes,
         files: FilespaceFiles,
         more: Sequence[Work],
+        of_server: Sequence[Work],
+        *,
+        first: bool,
     ):
+        """`more` is done by every worker, `of_server` only by the `first`, as what concerns the whole server."""
+        self._first = first
+        self._of_server = of_server
         self._settings = settings.sandbox
         self._keep_days = settings.audit.keep_days
         self._lease_s = settings.lease_s
@@ -112,23 +118,29 @@ class Upkeep:
             (self.stop_idle, min(IDLE_LOOK_EVERY, settings.idle_stop_s / 4)),
             (self.end_lifetimes, LIFETIME_EVERY),
             (self.checkpoint, min(CHECKPOINT_LOOK_EVERY, settings.checkpoint_s / 4)),
-            (self.catch_up, min(CATCH_UP_EVERY, settings.checkpoint_s / 4)),
             (self.push_filespaces, PUSH_EVERY),
-            (self.count, IDLE_EVERY),
             (self.describe, IDLE_EVERY),
-            (self.grow_volumes, GROW_EVERY),
-            (self._retention.sweep, EXPIRE_EVERY),
-            (self.collect_garbage, EXPIRE_EVERY),
+            (self.collect_filespaces, EXPIRE_EVERY),
             *self._more,
         ]
+        if self._first:
+            loops += [
+                (self.catch_up, min(CATCH_UP_EVERY, settings.checkpoint_s / 4)),
+                (self.count, IDLE_EVERY),
+                (self.grow_volumes, GROW_EVERY),
+                (self._retention.sweep, EXPIRE_EVERY),
+                (self.collect_garbage, EXPIRE_EVERY),
+                *self._of_server,
+            ]
         if self._workspaces.driver.kernel_quota:
             loops.append((self.read_usage, IDLE_EVERY))
         else:
             loops.append((self.watch_disks, TICK))
-        if self._keep_days is not None:
+        if self._keep_days is not None and self._first:
             loops.append((self.prune_audit, EXPIRE_EVERY))
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._once(self._retention.recall))
+            if self._first:
+                group.create_task(self._once(self._retention.recall))
             for work, seconds in loops:
                 group.create_task(self._repeat(work, seconds))
 
@@ -248,8 +260,11 @@ class Upkeep:
         await asyncio.to_thread(self._workspaces.driver.grow_if_needed)
 
     async def collect_garbage(self) -> None:
-        """Free the space of deleted snapshots and filespace files."""
+        """Free the space of deleted snapshots."""
         await asyncio.to_thread(self._workspaces.collect_garbage)
+
+    async def collect_filespaces(self) -> None:
+        """Free the space of deleted files of filespaces."""
         for box in self._sessions.live():
             if box.record.filespace and box.record.context_id is not None:
                 await self._files.collect(box.record.context_id)

@@ -16,6 +16,7 @@ from typing import Any
 from carrel.control.http_wire import MAX_PROBLEM, HttpWire
 from carrel.errors import CarrelError, LimitExceeded, SandboxLost, from_problem
 from carrel.providers.links import SupervisorLink
+from carrel.tracing import span
 
 Json = dict[str, Any]
 
@@ -34,6 +35,11 @@ run: ContextVar[str | None] = ContextVar("carrel_run", default=None)
 def _host() -> bytes:
     name = run.get()
     return _HOST if name is None else b"%scarrel-run: %s\r\n" % (_HOST, name.encode("ascii"))
+
+
+def _shown(path: str) -> str:
+    """Return the part of a path that names no file and no command."""
+    return "/" + path.partition("?")[0].split("/", 2)[1]
 
 
 def _lost(why: str) -> SandboxLost:
@@ -121,6 +127,12 @@ class SupervisorConnection:
         """Send a request, return the body of a successful answer; a problem answer is raised as its error. Without a
         deadline it waits until the sandbox answers or ends.
         """
+        with span("supervisor", method=method, path=_shown(path)):
+            return await self._request(method, path, body, deadline=deadline, max_bytes=max_bytes)
+
+    async def _request(
+        self, method: str, path: str, body: bytes | None, *, deadline: float | None, max_bytes: int
+    ) -> bytes:
         wire = self._idle.pop() if self._idle else await self._connect()
         wire.begin(max_bytes)
         spare = wire.duplicate() if body is not None and len(body) > SMALL_BODY else -1

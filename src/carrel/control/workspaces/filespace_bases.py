@@ -14,13 +14,15 @@ from carrel.workspaces.layout import encode
 
 
 class FilespaceBases:
-    """The files of one server in `directory`, which is made. The constructor blocks."""
+    """The files of one server in `directory`, which is made. `alone`: no other process uses them. The constructor
+    blocks.
+    """
 
-    def __init__(self, directory: str):
+    def __init__(self, directory: str, *, alone: bool):
         self._directory = directory
         try:
             os.makedirs(directory, 0o700, exist_ok=True)
-            for name in os.listdir(directory):  # a killed server may have left some
+            for name in os.listdir(directory) if alone else ():  # a killed server may have left some
                 if name.startswith(ASIDE):
                     os.unlink(os.path.join(directory, name))
         except OSError as error:

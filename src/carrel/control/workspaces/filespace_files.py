@@ -75,7 +75,9 @@ class _Entries:
 
 
 class FilespaceFiles(Attachment):
-    """The filespaces of every context, for their workspaces. `spool` is a directory for files in transfer."""
+    """The filespaces of every context, for their workspaces. `spool` is a directory for files in transfer; a process
+    that is `alone` empties it.
+    """
 
     def __init__(
         self,
@@ -86,6 +88,8 @@ class FilespaceFiles(Attachment):
         spool: str,
         notes: SessionNotes,
         secrets: SecretValues,
+        *,
+        alone: bool,
     ):
         self._workspaces = workspaces
         self._store = store
@@ -96,7 +100,7 @@ class FilespaceFiles(Attachment):
         self._secrets = secrets
         try:
             os.makedirs(spool, 0o700, exist_ok=True)
-            for name in os.listdir(spool):  # a killed server may have left some
+            for name in os.listdir(spool) if alone else ():  # a killed server may have left some
                 os.unlink(os.path.join(spool, name))
         except OSError as error:
             raise PlatformError(f"filespaces cannot be used: {error.strerror}", field="data_dir") from None

@@ -12,13 +12,13 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 
 from carrel.control.workspaces.filespace_bases import FilespaceBases
 from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, PlatformError, SnapshotDamaged
 from carrel.metrics import OK, Metrics, outcome_of
-from carrel.primitives.keyed_lock import KeyedLocks
+from carrel.primitives.process_locks import LocksOf
 from carrel.store import SessionRecord
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 from carrel.workspaces.archive import Archive
@@ -48,10 +48,11 @@ class SnapshotKeeping:
         bases: FilespaceBases,
         node: str,
         metrics: Metrics,
+        locks: LocksOf,
     ):
         self._store = store
         self._archive = archive
-        self._locks = KeyedLocks()
+        self._locks = locks
         self._users: Counter[str] = Counter()
         self._awaited: dict[str, SnapshotRecord] = {}
         self._bases = os.path.join(layout.cache, "bases")
@@ -73,11 +74,11 @@ class SnapshotKeeping:
         """Forget the base of a deleted snapshot. Blocking."""
         _unlink(os.path.join(self._bases, snapshot_id))
 
-    def still(self, context: str) -> asyncio.Lock:
+    def still(self, context: str) -> AbstractAsyncContextManager[object]:
         """Return the lock that keeps syncs and snapshots of a context apart: each sees the other
         whole or not at all.
         """
-        return self._locks.of(context)
+        return self._locks(f"still {context}")
 
     @asynccontextmanager
     async def using(self, *snapshot_ids: str) -> AsyncIterator[None]:

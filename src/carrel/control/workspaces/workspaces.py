@@ -21,6 +21,7 @@ from carrel.errors import ArchiveUnavailable, CarrelError, Conflict, NotFound, S
 from carrel.metrics import Metrics
 from carrel.models import State, WorkspaceUsage
 from carrel.models.base import namespace_of
+from carrel.primitives.process_locks import LocksOf, ProcessLocks
 from carrel.store import SessionRecord
 from carrel.store.snapshots import SnapshotRecord, SnapshotStatus, SnapshotStore
 from carrel.workspaces.archive import Archive
@@ -54,9 +55,13 @@ class Workspaces:
         bases: FilespaceBases,
         node: str,
         metrics: Metrics,
+        locks: LocksOf,
+        others: ProcessLocks | None,
         *,
         ttl_days: float | None,
     ):
+        """`locks` are those of sessions. `others` are the same if other workers have this data directory too."""
+        self._others = others
         self._layout = layout
         self._store = store
         self._archive = archive
@@ -66,7 +71,7 @@ class Workspaces:
         self.driver = driver
         self.node = node
         self.metrics = metrics
-        self.keeping = SnapshotKeeping(layout, driver, store, archive, bases, node, metrics)
+        self.keeping = SnapshotKeeping(layout, driver, store, archive, bases, node, metrics, locks)
 
     def volume(self, record: SessionRecord) -> str:
         return volume_of(record)
@@ -85,6 +90,8 @@ class Workspaces:
         if record.workspace_path is not None:
             return Provided(record.workspace_path)
         volume = self.volume(record)
+        if self._others is not None and record.context_id is not None:
+            await self._discard_unfinished(self._others, volume, record.context_id)
         if await asyncio.to_thread(self.driver.exists, volume):
             return Provided(await asyncio.to_thread(self._reopen, record, volume))
         if previous is not None and record.context_id is not None:
@@ -92,6 +99,14 @@ class Workspaces:
             if snapshots:
                 return await self._bring(record, snapshots)
         return Provided(await self._make(record, volume), new=True)
+
+    async def _discard_unfinished(self, others: ProcessLocks, volume: str, context: str) -> None:
+        """Delete what a worker that died had begun to make: the caller has the lock under which it was made."""
+        if await asyncio.to_thread(self._marks.is_making, volume):
+            async with others.unless_held(f"fork {context}") as free:
+                if free:
+                    await asyncio.to_thread(self.driver.delete_volume, volume)
+                    await asyncio.to_thread(self._marks.clear, volume)
 
     async def move(self, record: SessionRecord, previous: SessionRecord, *, silent: bool) -> Provided:
         """Restore the workspace of a context that was on another server, from the newest snapshot.
@@ -341,8 +356,16 @@ class Workspaces:
 
     # after a restart
 
+    async def recover_after_worker(self, sessions: set[str]) -> None:
+        """Record the snapshots of these sessions that a dead worker was taking as failed. What it was making is removed
+        by the next start of the context.
+        """
+        for record in await self._store.in_status(SnapshotStatus.CREATING):
+            if record.session_id in sessions:
+                await self._store.failed(record.id, "its worker ended while it was made")
+
     async def recover(self, known: Callable[[str], Awaitable[bool]]) -> None:
-        """Finish or remove snapshots and workspaces that were being made when the server ended.
+        """Finish or remove snapshots and workspaces that were being made when the server ended. No other worker runs.
 
         `known` returns whether a context has a session.
         """

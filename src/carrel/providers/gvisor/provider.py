@@ -1,8 +1,6 @@
-"""Starts, finds and ends gVisor sandboxes.
+"""Starts gVisor sandboxes and gives them to their owners; how they are found and ended is in `providers.staged`.
 
-A sandbox is a directory below the server's run directory (its configuration, the control directory, gVisor's state), a
-cgroup with its processes, and nothing else: its mounts belong to its processes. No process of ours watches it, so a
-restarted server finds it as it was. It is ended by killing the processes in its group; `runsc` is not asked.
+`runsc` starts them, and is not asked afterwards.
 """
 
 from __future__ import annotations
@@ -11,42 +9,36 @@ import asyncio
 import contextlib
 import json
 import os
-import secrets
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from carrel.errors import PlatformError, Unsupported
-from carrel.isolation import inside, late_masks, late_mounts, probe, staging
+from carrel.errors import PlatformError
+from carrel.isolation import inside, late_masks, late_mounts, staging
 from carrel.isolation.cgroups import start_time
 from carrel.isolation.rootfs import SANDBOX_UID
-from carrel.isolation.staging import StagedMount, StageOrder
+from carrel.isolation.staging import StagedMount
 from carrel.models import Network
 from carrel.primitives.atomic import write_file
 from carrel.primitives.kernel_files import read_if_there
-from carrel.primitives.trees import remove_tree
-from carrel.providers import base_root, bundle, foreign_processes, groups, staged
-from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, ResourceUse
-from carrel.providers.base_root import BaseRoot
+from carrel.providers import bundle, groups
+from carrel.providers.base import Handle, Launch
 from carrel.providers.control_directory import REPORT, ControlDirectory, WaitingSupervisor, facts_of, waiting_supervisor
-from carrel.providers.groups import SandboxGroups
 from carrel.providers.gvisor import oci, runsc
 from carrel.providers.gvisor.options import LIMITS, GvisorOptions
+from carrel.providers.staged import CONTROL, ROOT, SOCKET, StagedParts, StagedProvider, write_order
 from carrel.providers.stagers import Stagers
 from carrel.threads import run_to_end
 
-_SANDBOXES, _ROOTS = "gvisor", "gvisor-roots"
-_CONTROL, _ROOT, _COVERS, _STATE, _CONFIG, _PID, _SOCKET = "c", "root", "covers", "state", "config.json", "pid", "s"
-_ORDER, _MASKS, _LATE = "order.json", "masks", "late"
+_STATE, _CONFIG, _PID, _LATE = "state", "config.json", "pid", "late"
 _OVERHEAD_MB = 128
 """What gVisor itself may use besides the memory of the sandbox."""
 
 
-class GvisorProvider(Provider):
+class GvisorProvider(StagedProvider[StagedParts]):
     """Sandboxes whose kernel is gVisor's: a program that has few ways to the host's kernel, and serves theirs itself.
 
     They have no network but loopback. With an allow list, the supervisor carries connections from the port of the proxy
@@ -56,6 +48,8 @@ class GvisorProvider(Provider):
 
     name = "gvisor"
     isolation_level = 2
+    noun = "a gVisor sandbox"
+    made_inside = ("/proc/", "/dev/", "/sys/")
 
     def __init__(
         self,
@@ -67,98 +61,33 @@ class GvisorProvider(Provider):
         images: str = "",
     ):
         """`bundles` is the directory of the supervisor's bundles; the rest is as for the other providers."""
-        self._sandboxes = os.path.join(run_dir, _SANDBOXES)
-        self._roots = os.path.join(run_dir, _ROOTS)
-        self._shared = dict(shared)
+        stagers = Stagers(staging.__name__, "runsc")
+        super().__init__(run_dir, shared, stagers=stagers, bundles=bundles, images=images)
         self._options = options
-        self._bundles = bundles
-        self._images = images
-        self._groups = SandboxGroups()
-        self._stagers = Stagers(staging.__name__, "runsc")
         self._waiting: dict[str, WaitingSupervisor] = {}
         """The supervisors of slots that nobody has claimed."""
-        self._preparing: asyncio.Future[tuple[BaseRoot, bundle.SupervisorBundle]] | None = None
 
-    @cached_property
-    def _lacking(self) -> str | None:
+    def _not_installed(self) -> str | None:
+        if runsc.find(self._options.runsc) is not None:
+            return None
+        where = f"{self._options.runsc} is not a program" if self._options.runsc else "there is no runsc on PATH"
+        return f"{where}; install gVisor, or build it with scripts/build-runsc, and set CARREL_GVISOR_RUNSC"
+
+    def _not_usable(self) -> str | None:
         program = runsc.find(self._options.runsc)
-        if program is None:
-            where = f"{self._options.runsc} is not a program" if self._options.runsc else "there is no runsc on PATH"
-            return f"{where}; install gVisor, or build it with scripts/build-runsc, and set CARREL_GVISOR_RUNSC"
-        if os.geteuid() != 0:
-            return "carrel does not run as root; run `carrel serve` as root to use gVisor"
-        if (problem := runsc.problem(program)) is not None:
+        if program is not None and (problem := runsc.problem(program)) is not None:
             return problem
-        if "memory" not in probe.host().controllers:
-            return "no cgroup for memory can be made on this host; run `carrel doctor`"
         if self._options.platform == "kvm" and not os.access("/dev/kvm", os.R_OK | os.W_OK):
             return "/dev/kvm cannot be used; set CARREL_GVISOR_PLATFORM=systrap, or make KVM available"
         return None
 
-    def missing(self) -> str | None:
-        return self._lacking
-
-    def capabilities(self) -> frozenset[Capability]:
-        promised = {
-            Capability.FILE_ISOLATION,
-            Capability.PROCESS_ISOLATION,
-            Capability.LIMIT_MEMORY,
-            Capability.LIMIT_PROCESSES,
-            Capability.LIMIT_DISK,
-            Capability.NETWORK_NONE,
-            Capability.NETWORK_ALLOWLIST,
-            Capability.MASKS,
-            Capability.SECRETS,
-            Capability.TERMINAL,
-            Capability.SURVIVES_RESTART,
-        }
-        host = probe.host()
-        if "cpu" in host.controllers:
-            promised.add(Capability.LIMIT_CPUS)
-        if inside.ENVIRONMENTS in self._shared:
-            promised.add(Capability.ENVIRONMENTS)
-        if self._images and host.overlays:
-            promised.add(Capability.IMAGES)
-        return frozenset(promised)
-
-    async def warm(self) -> None:
-        if await asyncio.to_thread(self.missing) is None:
-            with contextlib.suppress(PlatformError):  # the first start of a sandbox gets the reason
-                await self._prepared()
-                self._stagers.prepare()
-
-    async def _prepared(self) -> tuple[BaseRoot, bundle.SupervisorBundle]:
-        """Return the root and the bundle of every sandbox, which are made once per server."""
-        if self._preparing is None or (self._preparing.done() and self._preparing.exception() is not None):
-            self._preparing = asyncio.ensure_future(asyncio.to_thread(self._prepare))
-        return await asyncio.shield(self._preparing)
-
-    def _prepare(self) -> tuple[BaseRoot, bundle.SupervisorBundle]:
-        try:
-            os.makedirs(self._sandboxes, 0o700, exist_ok=True)
-            os.makedirs(self._roots, 0o700, exist_ok=True)
-            self._remove_unused_roots()
-            made = base_root.make(os.path.join(self._roots, secrets.token_hex(8)), self._shared)
-        except OSError as error:
-            raise PlatformError(f"the root of gVisor sandboxes cannot be made: {error}") from error
-        return made, bundle.provide(self._bundles)
-
-    def _remove_unused_roots(self) -> None:
-        """Remove the roots of servers that are gone, and of whose sandboxes none is left."""
-        if not os.listdir(self._sandboxes):
-            for name in os.listdir(self._roots):
-                remove_tree(os.path.join(self._roots, name))
+    def _prepare(self) -> StagedParts:
+        return self._make_parts()
 
     async def start(self, launch: Launch) -> Handle:
         self._check(launch)
         slot = await self.start_slot(replace(self._slot_for(launch), id=launch.id))
         return await self.claim(slot, launch)
-
-    def _check(self, launch: Launch) -> None:
-        self.require(NETWORK_CAPABILITY[launch.network])
-        _refuse(launch)
-        if launch.image is not None:
-            self.require(Capability.IMAGES)
 
     def slot_for(self, launch: Launch) -> Launch | None:
         return None if launch.folder is not None else self._slot_for(launch)
@@ -176,26 +105,12 @@ class GvisorProvider(Provider):
         )
 
     async def start_slot(self, launch: Launch) -> Handle:
-        self._check(launch)
-        base, made = await self._prepared()
-        await self.remove({"id": launch.id})  # a start that was killed may have left something
-        started = False
-        try:
-            handle = await self._start_slot(launch, base, made)
-            started = True
-        except OSError as error:
-            raise PlatformError(f"the gVisor sandbox could not be started: {error}") from error
-        finally:
-            if not started:
-                await asyncio.shield(self.remove({"id": launch.id}))
-        return handle
+        return await self._start_whole(launch)
 
-    async def _start_slot(self, launch: Launch, base: BaseRoot, made: bundle.SupervisorBundle) -> Handle:
-        place = self._place(launch.id)
-        control = ControlDirectory(f"{place}/{_CONTROL}")
+    async def _start(self, launch: Launch, parts: StagedParts, place: str) -> Handle:
         # A start that is cancelled waits for these: what they make is removed afterwards.
-        await run_to_end(lambda: self._write(launch, place, control))
-        order = await run_to_end(lambda: self._order(launch, base, made, place, control))
+        control = await run_to_end(lambda: self._write(launch, place))
+        order = await run_to_end(lambda: self._order(launch, parts, place, control))
         with control.listen_for_supervisor() as listener:
             supervisor = await waiting_supervisor(listener, await self._stagers.start(order))
         self._waiting[launch.id] = supervisor
@@ -213,17 +128,13 @@ class GvisorProvider(Provider):
 
     async def claim(self, slot: Handle, launch: Launch) -> Handle:
         id = str(slot["id"])
-        claimed = False
-        try:
-            self._check(launch)
-            handle = await self._claim(id, slot, launch)
-            claimed = True
-        except OSError as error:
-            raise PlatformError(f"the gVisor sandbox could not be started: {error}") from error
-        finally:
-            if not claimed:
+        with self._failing():
+            try:
+                self._check(launch)
+                return await self._claim(id, slot, launch)
+            except BaseException:
                 await asyncio.shield(self.remove(slot))
-        return handle
+                raise
 
     async def _claim(self, id: str, slot: Handle, launch: Launch) -> Handle:
         place = self._place(id)
@@ -233,11 +144,11 @@ class GvisorProvider(Provider):
         with contextlib.closing(supervisor):
             await run_to_end(lambda: self._attach(id, slot, launch))
             await supervisor.begin(_facts(id, launch))
-        socket = ControlDirectory(f"{place}/{_CONTROL}").socket_path
+        socket = ControlDirectory(f"{place}/{CONTROL}").socket_path
         return {
             "provider": self.name,
             "id": id,
-            "socket": await asyncio.to_thread(_take_socket, socket, f"{place}/{_SOCKET}"),
+            "socket": await asyncio.to_thread(_take_socket, socket, f"{place}/{SOCKET}"),
             "pid": slot["pid"],
             "start_time": slot["start_time"],
             "egress": launch.network.proxied,
@@ -259,18 +170,16 @@ class GvisorProvider(Provider):
         finally:
             os.close(tree)
 
-    def _write(self, launch: Launch, place: str, control: ControlDirectory) -> None:
-        os.mkdir(place, 0o700)
+    def _write(self, launch: Launch, place: str) -> ControlDirectory:
+        """Make the directory of a sandbox, and write what `runsc` reads."""
+        control = self._make_place(place, (_STATE, _LATE))
         late = f"{place}/{_LATE}"
-        for path in (f"{place}/{_ROOT}", f"{place}/{_COVERS}", f"{place}/{_STATE}", late):
-            os.mkdir(path, 0o755)
         for below in (inside.WORKSPACE, late_masks.COVERS):
             os.mkdir(late + below, 0o755)
-        control.create()
         os.mkdir(f"{control.path}/private/{os.path.basename(oci.LATE)}", 0o700)
         spec = oci.GvisorSpec(
             id=launch.id,
-            root=f"{place}/{_ROOT}",
+            root=f"{place}/{ROOT}",
             control=control.path,
             late=late,
             secrets=f"{control.path}/private/secrets",
@@ -279,82 +188,38 @@ class GvisorProvider(Provider):
             memory_mb=launch.memory_mb,
         )
         write_file(f"{place}/{_CONFIG}", json.dumps(oci.configuration(spec)).encode())
+        return control
 
-    def _order(
-        self, launch: Launch, base: BaseRoot, made: bundle.SupervisorBundle, place: str, control: ControlDirectory
-    ) -> str:
+    def _order(self, launch: Launch, parts: StagedParts, place: str, control: ControlDirectory) -> str:
         """Write the order for the process that builds the root and becomes `runsc`; return its path."""
         program = runsc.find(self._options.runsc)
         if program is None:
             raise PlatformError("runsc is gone", hint="run `carrel doctor`")
-        image = launch.image
-        if image is not None:
-            staged.check_image(image, self._images)
-        own = StagedMount(made.path, inside.BUNDLE)
-        path = image.environment.get("PATH", "").split(":")[:64] if image is not None else []
-        order = StageOrder(
-            root=f"{place}/{_ROOT}",
-            layers=[base.root] if image is None else base.layers(image.directory, trust=launch.trust),
-            mounts=(*(base.mounts if image is None else base.tools), own),
-            covers=f"{place}/{_COVERS}",
-            secrets=f"{control.path}/private/secrets",
-            owner=SANDBOX_UID,
+        order = self._stage(
+            launch,
+            parts.base,
+            place,
+            [StagedMount(parts.bundle.path, inside.BUNDLE)],
+            self._groups.make(launch.id, None if launch.memory_mb is None else launch.memory_mb + _OVERHEAD_MB),
             program=oci.command(
                 program, f"{place}/{_STATE}", self._options.platform, place, f"{place}/{_PID}", launch.id
             ),
-            groups=self._groups.make(launch.id, None if launch.memory_mb is None else launch.memory_mb + _OVERHEAD_MB),
-            masks=staged.write_masks(launch.masks, f"{place}/{_MASKS}"),
-            path=[folder for folder in path if folder.startswith("/")],
+            secrets=f"{control.path}/private/secrets",
         )
-        write_file(f"{place}/{_ORDER}", order.text().encode())
-        return f"{place}/{_ORDER}"
-
-    def _place(self, id: str) -> str:
-        if not id or "/" in id or id.startswith("."):
-            raise PlatformError(f"'{id[:64]}' cannot be the id of a sandbox")
-        return os.path.join(self._sandboxes, id)
-
-    async def alive(self, handle: Handle) -> bool:
-        pid, started = handle.get("pid"), handle.get("start_time")
-        return isinstance(pid, int) and isinstance(started, int) and foreign_processes.runs(pid, started)
-
-    async def running(self) -> list[str]:
-        try:
-            return sorted(await asyncio.to_thread(os.listdir, self._sandboxes))
-        except FileNotFoundError:
-            return []
+        return write_order(place, order.text())
 
     async def remove(self, handle: Handle) -> None:
-        id = str(handle["id"])
-        if (supervisor := self._waiting.pop(id, None)) is not None:
+        if (supervisor := self._waiting.pop(str(handle["id"]), None)) is not None:
             supervisor.close()
-        await asyncio.to_thread(self._groups.end, id)
-        await asyncio.to_thread(remove_tree, self._place(id))
-
-    async def way_out(self, handle: Handle) -> int | None:
-        if not handle.get("egress"):
-            return None
-        control = ControlDirectory(f"{self._place(str(handle['id']))}/{_CONTROL}")
-        listener = await asyncio.to_thread(control.listen_for_egress)
-        return listener.detach()
+        await super().remove(handle)
 
     async def out_of_memory_kills(self, handle: Handle) -> int:
         return (await asyncio.to_thread(groups.usage, str(handle["id"]))).get("oom_kills", 0)
 
-    async def resources(self, handles: Sequence[Handle]) -> Mapping[str, ResourceUse]:
-        return await asyncio.to_thread(groups.resources, [str(handle["id"]) for handle in handles])
-
     async def close(self) -> None:
         for id in list(self._waiting):
             await self.remove({"id": id})
-        if self._preparing is not None:
-            await asyncio.gather(self._preparing, return_exceptions=True)
-            if not self._preparing.cancelled() and self._preparing.exception() is None:
-                base, _ = self._preparing.result()
-                if not await self.running():
-                    await asyncio.to_thread(remove_tree, base.place)
-        await self._stagers.close()
-        self._groups.close()
+        await super().close()
 
 
 def _facts(id: str, launch: Launch) -> dict[str, Any]:
@@ -366,17 +231,6 @@ def _facts(id: str, launch: Launch) -> dict[str, Any]:
         facts["kernel_files"] = {oci.tasks_file(id): str(launch.processes)}
         facts["limits"]["RLIMIT_NPROC"] = launch.processes  # not enforced, but shown, and the supervisor goes by it
     return facts
-
-
-def _refuse(launch: Launch) -> None:
-    """Refuse what gVisor sandboxes cannot do and no capability names."""
-    if launch.folder is not None:
-        raise Unsupported("a gVisor sandbox cannot work on a folder of the host", field="workspace_path")
-    if launch.image is not None and launch.image.writable:
-        raise Unsupported("the root of a gVisor sandbox cannot be changed", field="image")
-    for pattern in launch.masks.hidden if launch.masks is not None else ():
-        if f"{pattern}/".startswith(("/proc/", "/dev/", "/sys/")):
-            raise Unsupported(f"{pattern} cannot be hidden in a gVisor sandbox: it is made by gVisor", field="masks")
 
 
 async def _pid(path: str) -> int:

@@ -1,11 +1,10 @@
 """Makes the first file system of a machine: the supervisor's bundle and the kernel modules, as a cpio archive.
 
-The same bundle and modules make the same bytes, which are stored under their hash. Blocking.
+The same bundle and modules make the same bytes. Blocking.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 from collections.abc import Sequence
@@ -17,25 +16,15 @@ from carrel.primitives.atomic import write_file
 
 _DIRECTORIES = ("/dev", "/proc", "/sys", "/root", "/cgroup", MODULES)
 _CONSOLE = (5, 1)
-_SUFFIX = ".cpio"
 
 
-def provide(directory: str, bundle: str, modules: Sequence[tuple[str, bytes]]) -> str:
-    """Return the path of the archive in a directory of archives, and make it if it is not there.
-
-    Archives of other bundles and kernels stay while machines may use them: they are small beside the sandboxes, and are
-    removed with the directory. Raises `PlatformError`.
-    """
+def write(path: str, bundle: str, modules: Sequence[tuple[str, bytes]]) -> None:
+    """Write the archive to a file that is not there. Raises `PlatformError`."""
     try:
-        data = archive(bundle, modules)
-        path = os.path.join(directory, hashlib.sha256(data).hexdigest() + _SUFFIX)
-        if not os.path.exists(path):
-            os.makedirs(directory, 0o711, exist_ok=True)
-            write_file(path, data)
-            os.chmod(path, 0o444)
+        write_file(path, archive(bundle, modules))
+        os.chmod(path, 0o444)
     except OSError as error:
         raise PlatformError(f"the first file system of virtual machines cannot be made: {error}") from error
-    return path
 
 
 def archive(bundle: str, modules: Sequence[tuple[str, bytes]]) -> bytes:

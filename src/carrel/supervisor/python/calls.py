@@ -5,7 +5,6 @@ Knows the paths of interpreters. The control plane has decided before which one 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 from collections.abc import Callable
@@ -81,7 +80,7 @@ class Python:
             return json_response((await self.start(body, live=True)).info(), 201)
         async with self._produced.watching(given) as look:
             command = await self.start(body)
-            await asyncio.shield(command.finished)
+            await command.wait()
         return json_response({**result_of(command), "files_produced": look.found, "files_truncated": look.truncated})
 
     async def _have(self, request: HttpRequest) -> HttpResponse:

@@ -31,14 +31,18 @@ def open_driver(
     *,
     pool_bytes: int = POOL_BYTES,
     pool_max_bytes: int = POOL_MAX_BYTES,
+    first: bool = True,
+    last: bool = True,
 ) -> VolumeDriver:
-    """Open the wanted driver. `auto` keeps the driver that was used before, and else prefers btrfs where it works. The
+    """Open the wanted driver. `first`: no other process uses the volumes yet; `last`: none does after `close`.
+
+    `auto` keeps the driver that was used before, and else prefers btrfs where it works. The
     sizes, first and largest, are for a pool of btrfs.
     """
     used_directories = os.path.isdir(os.path.join(root, "packs"))
     if wanted == "directory" or (wanted == "auto" and used_directories):
         return _opened(DirectoryDriver(root))
-    btrfs = BtrfsDriver(root, pool_bytes=pool_bytes, pool_max_bytes=pool_max_bytes)
+    btrfs = BtrfsDriver(root, pool_bytes=pool_bytes, pool_max_bytes=pool_max_bytes, first=first, last=last)
     needed = wanted == "btrfs" or os.path.exists(os.path.join(root, "pool.btrfs"))
     missing = btrfs.missing()
     if missing is not None:

@@ -44,7 +44,18 @@ class BtrfsDriver(VolumeDriver):
     name: ClassVar[str] = "btrfs"
     kernel_quota: ClassVar[bool] = True
 
-    def __init__(self, root: str, *, pool_bytes: int = POOL_BYTES, pool_max_bytes: int = POOL_MAX_BYTES):
+    def __init__(
+        self,
+        root: str,
+        *,
+        pool_bytes: int = POOL_BYTES,
+        pool_max_bytes: int = POOL_MAX_BYTES,
+        first: bool = True,
+        last: bool = True,
+    ):
+        """`first`: no other process uses the volumes yet; `last`: none uses them after `close`."""
+        self._first = first
+        self._last = last
         self._root = os.path.abspath(root)
         self._pool_sizes = pool_bytes, pool_max_bytes
         self._pool: btrfs_pool.Pool | None = None
@@ -83,15 +94,17 @@ class BtrfsDriver(VolumeDriver):
         for path in (self._volumes, self._snapshots):
             os.makedirs(path, 0o700, exist_ok=True)
         with opened(self._top) as top:
-            btrfs_ioctls.enable_quota(top)
-            btrfs_ioctls.rescan_quota(top)
+            if self._first:
+                btrfs_ioctls.enable_quota(top)
+                btrfs_ioctls.rescan_quota(top)
             found = btrfs_ioctls.file_system(top)
             self._uuid = found.uuid if found is not None else ""
-        self._clean()
+        if self._first:
+            self._clean()
 
     def close(self) -> None:
-        """Unmount the pool."""
-        if self._pool is not None:
+        """Unmount the pool, unless others use it."""
+        if self._pool is not None and self._last:
             self._pool.close()
 
     def create(self, volume: str, cap_bytes: int | None) -> None:
