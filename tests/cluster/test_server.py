@@ -52,7 +52,7 @@ async def until(holds, what: str) -> None:
             while not await holds():
                 await asyncio.sleep(0.1)
     except TimeoutError:
-        raise AssertionError(what) from None
+        pytest.fail(what)
 
 
 async def test_a_killed_server_finds_its_pods_again(server, ground):
@@ -76,7 +76,9 @@ async def test_a_killed_server_finds_its_pods_again(server, ground):
         async def has_slot() -> bool:
             return any(pool.ready for pool in await carrel.pools())
 
-        await carrel.sandbox("cold", limits={"memory_mb": 256})
+        cold = await carrel.sandbox("cold", limits={"memory_mb": 256})
+        assert (await cold.commands.run("ls -A")).stdout == ""
+        assert await carrel.pools(), "no pool is known"
         await until(has_slot, "no slot was made")
         fresh = await carrel.sandbox("d", limits={"memory_mb": 256})
         assert (await fresh.commands.run("ls -A; echo new > file; cat file")).stdout == "new\n"

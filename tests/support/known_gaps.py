@@ -17,7 +17,6 @@ _ON_KUBERNETES = {
     Capability.NETWORK_ALLOWLIST: "the egress proxy of the server is not reached from a pod yet",
     Capability.NETWORK_BRIDGE: "network policies let nothing out of a pod",
     Capability.NETWORK_HOST: "network policies let nothing out of a pod",
-    Capability.SECRETS: "a pod has no place yet that its supervisor can write and the agent cannot",
 }
 NEVER: dict[str, dict[Capability, str]] = {
     "kubernetes": _ON_KUBERNETES,

@@ -28,7 +28,7 @@ APART = ("encodings", "__future__")
 """Modules and packages that the interpreter needs before it can import others: each has a file of its own."""
 _PROGRAMS = {
     "local": ("carrel.isolation.machine.guest",),
-    "remote": ("carrel.supervisor.remote", "carrel.supervisor.unpack"),
+    "remote": ("carrel.supervisor.remote", "carrel.supervisor.lent_directory", "carrel.supervisor.unpack"),
 }
 """The programs of a bundle besides the supervisor of containers, by the kind of the bundle."""
 ARCHIVE = "modules"

@@ -9,6 +9,7 @@ import pytest
 from carrel.providers import bundle
 from carrel.providers.kubernetes import manifests
 from carrel.providers.kubernetes.manifests import PodRequest
+from carrel.supervisor import lent_directory
 
 LABELS = {"carrel/instance": "i", "carrel/sandbox": "s"}
 REQUEST = PodRequest(
@@ -65,7 +66,7 @@ POD_SPEC = {
             "name": "sandbox",
             "image": "debian:12",
             "imagePullPolicy": "IfNotPresent",
-            "command": bundle.remote_command("0.0.0.0", 7443, "/run/carrel/slot.json"),
+            "command": bundle.remote_command("0.0.0.0", 7443, "/run/carrel/slot.json", lent=True),
             "workingDir": "/",
             "ports": [{"name": "control", "containerPort": 7443, "protocol": "TCP"}],
             "securityContext": RESTRICTED,
@@ -84,9 +85,24 @@ POD_SPEC = {
                 {"name": "tmp", "mountPath": "/tmp"},
                 {"name": "home", "mountPath": "/home/agent"},
                 {"name": "shm", "mountPath": "/dev/shm"},
+                {"name": "secrets", "mountPath": "/run/secrets", "readOnly": True},
                 {"name": "workspace", "mountPath": "/workspace", "subPath": "volumes/ctx-1"},
             ],
-        }
+        },
+        {
+            "name": "secrets",
+            "image": "registry.example/bundle:1",
+            "imagePullPolicy": "IfNotPresent",
+            "command": bundle.lend_command("/carrel/secrets"),
+            "workingDir": "/",
+            "securityContext": RESTRICTED,
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+            "resources": {
+                "limits": {"cpu": "200m", "memory": "64Mi"},
+                "requests": {"cpu": "1m", "memory": "16Mi"},
+            },
+            "volumeMounts": [{"name": "secrets", "mountPath": "/carrel/secrets"}],
+        },
     ],
     "volumes": [
         {"name": "bundle", "emptyDir": {}},
@@ -94,6 +110,7 @@ POD_SPEC = {
         {"name": "tmp", "emptyDir": {"medium": "Memory", "sizeLimit": "128Mi"}},
         {"name": "home", "emptyDir": {"medium": "Memory", "sizeLimit": "128Mi"}},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "32Mi"}},
+        {"name": "secrets", "emptyDir": {"medium": "Memory", "sizeLimit": "8Mi"}},
         {"name": "credentials", "secret": {"secretName": "slot", "defaultMode": 0o444}},
         {"name": "workspace", "persistentVolumeClaim": {"claimName": "workspaces"}},
     ],
@@ -217,3 +234,7 @@ def test_a_pod_of_a_pool_makes_a_directory_of_its_own():
     assert unpack["volumeMounts"][-1] == {"name": "workspace", "mountPath": "/carrel/slots", "subPath": ".slots/one"}
     place = {"name": "workspace", "mountPath": "/workspace", "subPathExpr": ".slots/one/$(POD_NAME)"}
     assert sandbox["volumeMounts"][-1] == place
+
+
+def test_the_lent_directory_has_one_name():
+    assert manifests.LENT_SECRETS == lent_directory.PATH

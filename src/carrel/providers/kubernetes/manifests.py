@@ -2,7 +2,8 @@
 
 Every pod keeps to the Pod Security Standard `restricted`. Its init container is of the image with the bundle: it copies
 the bundle and the credentials of a slot into volumes of the pod. So the image of the sandbox needs nothing. Its own
-container starts as the agent's user, without a token, without capabilities and with a read-only root.
+container starts as the agent's user, without a token, without capabilities and with a read-only root. Another container
+lends the supervisor the place of secrets.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from carrel.isolation.inside import BUNDLE, CONTROL, HOME, WORKSPACE
+from carrel.isolation.inside import BUNDLE, CONTROL, HOME, SECRETS, WORKSPACE
 from carrel.isolation.rootfs import PYTHON, SANDBOX_UID
 from carrel.providers import bundle
 
@@ -28,6 +29,8 @@ CORE, EXTENSIONS = "agents.x-k8s.io", "extensions.agents.x-k8s.io"
 """The API groups of agent-sandbox."""
 VERSIONS = ("v1beta1", "v1alpha1")
 """Those that are understood, the preferred one first."""
+LENT_SECRETS = "/proc/self/fd/100"
+"""Where the supervisor finds the borrowed place of secrets; see `carrel.supervisor.lent_directory`."""
 CREDENTIALS_FILE = f"{CONTROL}/slot.json"
 _UNPACKED, _SECRET, _SLOTS = "/carrel/bundle", "/carrel/secret", "/carrel/slots"
 _POD_NAME = "$(POD_NAME)"
@@ -40,6 +43,8 @@ _RESTRICTED = {
     "capabilities": {"drop": ["ALL"]},
 }
 _UNPACKING = {"cpu": "1", "memory": "256Mi"}
+_LENDING = {"cpu": "200m", "memory": "64Mi"}
+_LENT = "/carrel/secrets"
 
 
 @dataclass(frozen=True)
@@ -89,7 +94,7 @@ def pod_spec(request: PodRequest) -> Manifest:
                 "name": CONTAINER,
                 "image": request.image,
                 "imagePullPolicy": request.pull_policy,
-                "command": bundle.remote_command("0.0.0.0", PORT, CREDENTIALS_FILE),
+                "command": bundle.remote_command("0.0.0.0", PORT, CREDENTIALS_FILE, lent=True),
                 "workingDir": "/",
                 "ports": [{"name": "control", "containerPort": PORT, "protocol": "TCP"}],
                 "securityContext": _RESTRICTED,
@@ -103,9 +108,21 @@ def pod_spec(request: PodRequest) -> Manifest:
                     ),
                     {"name": "control", "mountPath": CONTROL},
                     *({"name": name, "mountPath": path} for path, (name, _) in memory.items()),
+                    {"name": "secrets", "mountPath": SECRETS, "readOnly": True},
                     _workspace(request),
                 ],
-            }
+            },
+            {
+                "name": "secrets",
+                "image": request.bundle_image,
+                "imagePullPolicy": request.pull_policy,
+                "command": bundle.lend_command(_LENT),
+                "workingDir": "/",
+                "securityContext": _RESTRICTED,
+                "terminationMessagePolicy": "FallbackToLogsOnError",
+                "resources": {"limits": _LENDING, "requests": {"cpu": "1m", "memory": "16Mi"}},
+                "volumeMounts": [{"name": "secrets", "mountPath": _LENT}],
+            },
         ],
         "volumes": [
             {"name": "bundle", "emptyDir": {}},
@@ -114,6 +131,7 @@ def pod_spec(request: PodRequest) -> Manifest:
                 {"name": name, "emptyDir": {"medium": "Memory", "sizeLimit": f"{size}Mi"}}
                 for name, size in memory.values()
             ),
+            {"name": "secrets", "emptyDir": {"medium": "Memory", "sizeLimit": "8Mi"}},
             {"name": "credentials", "secret": {"secretName": request.secret, "defaultMode": 0o444}},
             {"name": "workspace", "persistentVolumeClaim": {"claimName": request.claim}},
         ],
@@ -124,7 +142,7 @@ def pod_spec(request: PodRequest) -> Manifest:
         spec["hostUsers"] = False
     if request.slots:
         name = [{"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}]
-        for container in (*spec["initContainers"], *spec["containers"]):
+        for container in (spec["initContainers"][0], spec["containers"][0]):
             container["env"] = name
         spec["initContainers"][0]["volumeMounts"].append(
             {"name": "workspace", "mountPath": _SLOTS, "subPath": request.slots}

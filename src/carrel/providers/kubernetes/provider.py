@@ -142,6 +142,7 @@ class KubernetesProvider(Provider):
                 Capability.LIMIT_MEMORY,
                 Capability.LIMIT_DISK,
                 Capability.NETWORK_NONE,
+                Capability.SECRETS,
                 Capability.TERMINAL,
                 Capability.SURVIVES_RESTART,
             }
@@ -370,7 +371,8 @@ class KubernetesProvider(Provider):
         """Return the facts for a supervisor that starts as the agent's user."""
         gvisor = self._runtime_class != ""  # it has a filter of its own
         calls = b"" if gvisor else seccomp.build()
-        facts = facts_of(launch, uid=SANDBOX_UID, gid=SANDBOX_UID, secrets=False, seccomp=calls) | {"socket": ""}
+        facts = facts_of(launch, uid=SANDBOX_UID, gid=SANDBOX_UID, secrets=True, seccomp=calls)
+        facts |= {"socket": "", "secrets": manifests.LENT_SECRETS}
         if gvisor:
             facts["limits"] = {name: value for name, value in facts["limits"].items() if name in LIMITS}
             facts["watch_memory"] = True
@@ -568,10 +570,12 @@ async def _after(first: Iterable[Resource], events: AsyncGenerator[tuple[str, Re
 
 async def _accepts(address: str) -> bool:
     """Return whether something listens at the port of a supervisor."""
-    try:
-        async with asyncio.timeout(_DIAL_S):
-            _, writer = await asyncio.open_connection(address, manifests.PORT)
-    except (OSError, TimeoutError):
-        return False
-    writer.close()
-    return True
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:
+        connection.setblocking(False)
+        try:
+            async with asyncio.timeout(_DIAL_S):
+                await asyncio.get_running_loop().sock_connect(connection, (address, manifests.PORT))
+        except (OSError, TimeoutError):
+            return False
+        return True
