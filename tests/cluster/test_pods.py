@@ -161,7 +161,8 @@ async def test_a_slot_becomes_the_sandbox_of_a_new_workspace(harness, ground):
             assert file.read() == "kept\n"
     assert os.listdir(launch.workspace) == ["file"]
     assert os.stat(launch.workspace).st_uid == 1000
-    assert provider.slot_for(launch) is None, "a workspace with files starts cold"
+    os.symlink("file", os.path.join(launch.workspace, "link"))
+    assert provider.slot_for(launch) is None, "a workspace with more than a few files starts cold"
     async with harness.sandbox(launch.workspace) as box:
         assert await said(box, "cat file") == "kept"
 
@@ -171,8 +172,7 @@ async def test_a_slot_that_cannot_be_claimed_leaves_the_workspace_as_it_is(harne
     launch = harness.launch()
     kind = provider.slot_for(launch)
     slot = await provider.start_slot(replace(kind, id="slot-2"))
-    with open(os.path.join(launch.workspace, "file"), "w") as file:
-        file.write("first")
+    os.symlink("nowhere", os.path.join(launch.workspace, "file"))
     with pytest.raises(PlatformError, match="cannot have the workspace"):
         await provider.claim(slot, launch)
     assert ground.left() == []
@@ -258,7 +258,7 @@ async def test_sandboxes_are_claimed_from_a_warm_pool(pooled, cluster):
         assert claim["status"]["sandbox"]["name"] == handle["pod"]
         assert await harness.provider.running() == [launch.id]
     assert cluster.get("sandboxclaims", "-n", pooled.name)["items"] == []
-    async with harness.sandbox(launch.workspace, memory_mb=256) as box:  # it has files now
+    async with harness.sandbox(launch.workspace, memory_mb=256) as box:
         assert await said(box, "cat file") == "kept"
     slot = await harness.provider.start_slot(Launch("slot-4", "", Network.NONE, memory_mb=256))
     fresh = harness.launch(memory_mb=256)

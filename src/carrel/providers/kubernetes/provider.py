@@ -33,7 +33,7 @@ from carrel.providers.kubernetes.api import KubernetesApi, Resource, put
 from carrel.providers.kubernetes.manifests import PodRequest
 from carrel.providers.kubernetes.options import KubernetesOptions
 from carrel.providers.kubernetes.pods import StartedPod
-from carrel.providers.kubernetes.slot_directories import SlotDirectories, is_empty
+from carrel.providers.kubernetes.slot_directories import SlotDirectories, is_small
 from carrel.providers.kubernetes.warm_pools import WarmPools, claimed_pod
 from carrel.providers.links import RemoteAddress, RemoteLink, SupervisorLink
 from carrel.providers.remote import give_facts
@@ -153,7 +153,7 @@ class KubernetesProvider(Provider):
     async def start(self, launch: Launch) -> Handle:
         self._refuse(launch)
         place = await asyncio.to_thread(self._place_of, launch.workspace)
-        if self._options.warm_pool and await asyncio.to_thread(is_empty, launch.workspace):
+        if self._options.warm_pool and await asyncio.to_thread(is_small, launch.workspace):
             return await self._own(launch.id, await self._start_empty(launch), launch)
         try:
             pod = await self._run(launch, place)
@@ -163,8 +163,8 @@ class KubernetesProvider(Provider):
             raise
 
     def slot_for(self, launch: Launch) -> Launch | None:
-        """See `Provider.slot_for`: a pod has its limits from the start. A workspace with files starts cold."""
-        if launch.folder is not None or launch.image is not None or not is_empty(launch.workspace):
+        """See `Provider.slot_for`: a pod has its limits from the start. A workspace with many files starts cold."""
+        if launch.folder is not None or launch.image is not None or not is_small(launch.workspace):
             return None
         return Launch("", "", Network.NONE, cpus=launch.cpus, memory_mb=launch.memory_mb)
 
@@ -404,6 +404,7 @@ class KubernetesProvider(Provider):
     async def running(self) -> list[str]:
         if await asyncio.to_thread(self.missing) is not None:
             return []
+        await asyncio.to_thread(self._slots.recover)
         api = await self._prepare()
         query = {"labelSelector": f"{manifests.INSTANCE}={self._instance},{manifests.SANDBOX}"}
         paths = [self._pods]

@@ -1,17 +1,24 @@
 """The directories of the shared volume that slots have as their workspace until they get an owner.
 
-A pod keeps the directory that it was started with, whatever its name becomes. So the directory of a slot takes the name
-of a workspace that has no files yet: one rename, which is done or not done after a kill. Blocking; raises `OSError`.
+A pod keeps the directory that it was started with, whatever its name becomes. So the directory of a slot gets a copy of
+a workspace that has next to nothing yet, and takes its name. Where the file system cannot exchange two names, it takes
+two renames; `recover` completes what a kill has left between them. Blocking; raises `OSError`.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import stat
 from contextlib import suppress
 
+from carrel.primitives import libc
 from carrel.primitives.trees import remove_tree
 
 FOLDER = ".carrel-slots"
+MOST_ENTRIES, MOST_BYTES, DEEPEST = 64, 1024 * 1024, 8
+"""How much a workspace may have to be copied into a slot. A new one has a handful of empty directories."""
+_OLD, _NAME = ".old", ".name"
 
 
 class SlotDirectories:
@@ -46,8 +53,33 @@ class SlotDirectories:
             os.chown(path, self._owner, self._owner)
 
     def give(self, name: str, workspace: str) -> None:
-        """Let the directory of a slot become a workspace, which must be empty."""
-        os.rename(os.path.join(self._folder, name), workspace)
+        """Let the directory of a slot become a workspace, with what is in that."""
+        path = os.path.join(self._folder, name)
+        if not is_small(workspace):
+            raise OSError(f"{workspace} has too much to be copied")
+        _copy(workspace, path)
+        if libc.exchange(path, workspace):
+            remove_tree(path)
+            return
+        os.symlink(os.path.realpath(workspace), f"{path}{_NAME}")
+        os.rename(workspace, f"{path}{_OLD}")
+        os.rename(path, workspace)
+        self._forget(path)
+
+    def _forget(self, path: str) -> None:
+        remove_tree(f"{path}{_OLD}")
+        os.unlink(f"{path}{_NAME}")
+
+    def recover(self) -> None:
+        """Give workspaces their names back that a kill has left without one."""
+        with suppress(FileNotFoundError):
+            for entry in os.listdir(self._folder):
+                if entry.endswith(_NAME):
+                    path = os.path.join(self._folder, entry.removesuffix(_NAME))
+                    workspace = os.readlink(os.path.join(self._folder, entry))
+                    if os.path.isdir(f"{path}{_OLD}") and not os.path.lexists(workspace):
+                        os.rename(f"{path}{_OLD}", workspace)
+                    self._forget(path)
 
     def remove(self, name: str) -> None:
         """Remove the directory of a slot that has no owner; it may be gone. That of an owner has another name."""
@@ -62,10 +94,47 @@ class SlotDirectories:
             os.rmdir(os.path.dirname(self._folder))
 
 
-def is_empty(workspace: str) -> bool:
-    """Whether a workspace has no files yet."""
+def is_small(workspace: str) -> bool:
+    """Whether a workspace has so little that it can be copied into a slot: directories and ordinary files, of one name
+    each.
+    """
+    entries, size = 0, 0
+    folders = [(workspace, 0)]
     try:
-        with os.scandir(workspace) as entries:
-            return next(entries, None) is None
+        while folders:
+            folder, depth = folders.pop()
+            with os.scandir(folder) as found:
+                for entry in found:
+                    status = entry.stat(follow_symlinks=False)
+                    entries, size = entries + 1, size + status.st_size
+                    ordinary = stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+                    if entries > MOST_ENTRIES or not (ordinary or stat.S_ISDIR(status.st_mode)):
+                        return False
+                    if stat.S_ISDIR(status.st_mode):
+                        folders.append((entry.path, depth + 1))
+            if depth > DEEPEST or size > MOST_BYTES:
+                return False
     except OSError:
         return False
+    return True
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy what a small directory has, with owners, modes, attributes and times."""
+    with os.scandir(source) as found:
+        for entry in found:
+            copied = os.path.join(target, entry.name)
+            if entry.is_dir(follow_symlinks=False):
+                os.mkdir(copied, 0o700)
+                _copy(entry.path, copied)
+            else:
+                shutil.copyfile(entry.path, copied, follow_symlinks=False)
+                _describe(entry.path, copied)
+    _describe(source, target)
+
+
+def _describe(source: str, target: str) -> None:
+    status = os.lstat(source)
+    if os.geteuid() == 0:
+        os.chown(target, status.st_uid, status.st_gid, follow_symlinks=False)
+    shutil.copystat(source, target, follow_symlinks=False)
