@@ -64,6 +64,9 @@ BENCHMARKS = {
         Benchmark("forward", "the same command and download by the server that has the sandbox, and by another"),
         Benchmark("remote", "a command of a supervisor over TCP with mutual TLS beside its Unix socket"),
         Benchmark("python", "a call of Python, a cell, pandas: warm beside cold and ipykernel"),
+        Benchmark(
+            "jobs", "jobs: from the queue to the work, and 1,000 of 8 clients beside the same commands by the SDK"
+        ),
         Benchmark("router", "calls of Python without a context beside the same in contexts, 8 clients"),
         Benchmark("memory", "memory of an idle sandbox"),
         Benchmark("throughput", "output and files, MB/s"),

@@ -25,6 +25,10 @@ from bench.wire import Wire
 from carrel.providers.docker import DockerProvider
 
 COLD_ROUNDS, COMMAND_ROUNDS, IDLE = 12, 100, 4
+PODMAN = ("--cgroup-manager=cgroupfs", "--events-backend=file", "--runtime=runc")
+"""Podman without systemd, and with the runtime that Docker has too."""
+PODMAN_LIMITS = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=1024:1024")
+"""Its own limits are above those of a root that may raise none."""
 
 
 async def run(progress: Progress) -> Report:
@@ -55,9 +59,9 @@ async def _measure(docker: Docker, others: ground.Sandboxes, place: Path, progre
     peer = ("docker", "--host", f"unix://{docker.socket}")
     starts: dict[str, Contender] = {"docker run": _run(*peer, image=docker.image)}
     if shutil.which("podman") is not None:
-        podman = ("podman", "--root", str(place / "podman"), "--runroot", str(place / "podman-run"))
+        podman = ("podman", "--root", str(place / "podman"), "--runroot", str(place / "podman-run"), *PODMAN)
         await asyncio.to_thread(_give_to_podman, peer, podman, docker.image)
-        starts["podman run"] = _run(*podman, image=docker.image)
+        starts["podman run"] = _run(*podman, image=docker.image, limits=PODMAN_LIMITS)
     starts |= {"carrel, cold": _cold(docker), "carrel, from a slot": _from_slot(docker)}
     try:
         taken = await rounds(starts, COLD_ROUNDS, warm_up=2, progress=progress)
@@ -119,12 +123,14 @@ async def _image(socket: str, boxes: ground.Sandboxes) -> str:
 
 def _give_to_podman(docker: tuple[str, ...], podman: tuple[str, ...], image: str) -> None:
     with subprocess.Popen([*docker, "save", image], stdout=subprocess.PIPE) as saving:
-        subprocess.run([*podman, "load"], stdin=saving.stdout, stdout=subprocess.DEVNULL, check=True)
+        subprocess.run([*podman, "load", "--quiet"], stdin=saving.stdout, stdout=subprocess.DEVNULL, check=True)
 
 
-def _run(*client: str, image: str) -> Contender:
+def _run(*client: str, image: str, limits: tuple[str, ...] = ()) -> Contender:
+    mine = ("--rm", "--network", "none", "--volume", "/usr:/usr:ro", *limits)
+
     async def turn() -> float:
-        words = (*client, "run", "--rm", "--network", "none", "--volume", "/usr:/usr:ro", image, "/bin/true")
+        words = (*client, "run", *mine, image, "/bin/true")
         began = time.perf_counter()
         process = await asyncio.create_subprocess_exec(*words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         if await process.wait() != 0:

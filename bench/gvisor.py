@@ -122,8 +122,10 @@ def _write_peer(place: Path) -> None:
 
 async def _timed(*command: str) -> float:
     began = time.perf_counter()
-    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    if await process.wait() != 0:
+    # Pipes: `runsc` gives its standard files to nobody, and /dev/null belongs to the host.
+    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    await process.communicate()
+    if process.returncode != 0:
         raise BenchFailed(f"{' '.join(command)} failed")
     return time.perf_counter() - began
 

@@ -35,7 +35,9 @@ OPTIONAL = {
     ("supervisor", "matplotlib"),  # only if the code that an agent runs imports it
     ("server", "yaml"),  # only with a kubeconfig file
     ("server", "nats"),  # only with the setting `bus`
+    ("server", "spiffe"),  # only with the setting `spiffe.source`
     ("server", "opentelemetry"),  # only with the setting `tracing.enabled`
+    ("server", "spiffe"),  # only with certificates of SPIRE
     ("server", "pypdf"),  # only in sandboxes of the template file-search
 }
 
@@ -88,6 +90,8 @@ def files_of(extra: str) -> list[Path]:
         parts = ["providers/kubernetes/access.py"]
     elif extra == "nats":
         parts = ["events/nats_bus.py"]
+    elif extra == "spiffe":
+        parts = ["spiffe/spire.py"]
     elif extra == "otel":
         parts = ["tracing/otel.py"]
     elif extra == "deepagents":

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 from carrel import metrics as declared
 from carrel.errors import BY_CODE, LimitExceeded, NotFound
 from carrel.metrics import DECLARATIONS, MOST_SERIES, Metrics, SandboxSample, outcome_of
-from carrel.models import State, SyncDirection
+from carrel.models import JobState, State, SyncDirection
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -33,6 +33,8 @@ def value(metrics: Metrics, name: str, /, **labels: str) -> float | None:
 
 
 def use_all(metrics: Metrics) -> None:
+    metrics.jobs({JobState.RUNNING: 2})
+    metrics.job_attempt_ended("succeeded", "ok", "", {"queued": 1.0, "running": 20.0, "archiving": None}, 0.5)
     metrics.operated("shell", "run_command", "ok", 0.002)
     metrics.egress_ended("connect", "ok", 1000, 20, 0.5)
     metrics.egress_ended("connect", "denied_by_policy", 0, 0, 0.001)
@@ -61,6 +63,7 @@ def use_all(metrics: Metrics) -> None:
     metrics.sandboxes({State.RUNNING: 3, State.TERMINATED: 9})
     metrics.workspace("conversation-42", 4096, 1_700_000_000.5, namespace="default", agent="coder")
     metrics.volume(5_000_000, 9_000_000)
+    metrics.svid(3600.0)
 
 
 def test_every_call_shows() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -274,6 +275,35 @@ async def test_metrics_are_those_of_the_whole_server(workers: list[httpx.AsyncCl
     assert openmetrics.text.endswith("# EOF\n") and name in openmetrics.text
 
 
+async def test_every_worker_knows_what_all_sandboxes_use(workers: list[httpx.AsyncClient]) -> None:
+    boxes = [await started(each, f"used-{number}") for number, each in enumerate(workers)]
+    assert {await owner_of(workers, box) for box in boxes} == {0, 1}
+    ids = {(await workers[0].get(box)).json()["id"] for box in boxes}
+
+    async def memory(client: httpx.AsyncClient) -> tuple[dict[str, float], dict[str, float]]:
+        """What the list and the metrics say of these sandboxes."""
+        items = (await client.get("/v1/sandboxes?limit=1000")).json()["items"]
+        listed = {info["id"]: (info["resources"] or {}).get("memory_bytes") for info in items if info["id"] in ids}
+        lines = re.findall(
+            r'^carrel_sandbox_memory_bytes{sandbox="([^"]+)".*} (.+)$',
+            (await client.get("/metrics")).text,
+            re.MULTILINE,
+        )
+        return listed, {id: float(value) for id, value in lines if id in ids}
+
+    for each in workers:
+        async with asyncio.timeout(30):
+            while True:  # a measurement is shared for a while
+                listed, shown = await memory(each)
+                if all(listed.values()) and set(shown) == ids:
+                    break
+                await asyncio.sleep(0.05)
+        assert all(0 < value < 1 << 28 for value in (*listed.values(), *shown.values())), "each is counted once"
+    for box in boxes:
+        assert (await workers[0].post(f"{box}/terminate")).status_code == 200
+    assert (await memory(workers[1]))[1] == {}
+
+
 async def test_a_killed_worker_is_replaced_and_its_sandboxes_run_on(
     server: ServerWithWorkers, workers: list[httpx.AsyncClient]
 ) -> None:
@@ -369,7 +399,7 @@ async def test_a_worker_that_dies_again_and_again_waits(server: ServerWithWorker
         assert (await client.get("/readyz")).status_code == 200
 
 
-async def test_sandboxes_are_divided_and_the_limit_is_that_of_the_server(carrel_forks: None) -> None:
+async def test_the_limit_on_sandboxes_is_that_of_the_server(carrel_forks: None) -> None:
     path = tempfile.mkdtemp(prefix="carrel-w-")
     flags = {"data_dir": path, "port": 0, "volumes": "directory", "max_sandboxes": 3}
     try:
@@ -379,6 +409,12 @@ async def test_sandboxes_are_divided_and_the_limit_is_that_of_the_server(carrel_
                     await started(client, f"c{number}")
                 refused = await client.post("/v1/sandboxes", json={"context_id": "more"})
                 assert refused.status_code == 429 and "3 sandboxes run already" in refused.text
+                assert (await client.post("/v1/sandboxes/c0/terminate", json={})).status_code == 200
+                asked = (client.post("/v1/sandboxes", json={"context_id": f"d{number}"}) for number in range(8))
+                states = [answer.status_code for answer in await asyncio.gather(*asked)]
+                assert states.count(201) <= 1 and set(states) <= {201, 429}, states
+                if 201 not in states:  # each saw the other take the last place
+                    await started(client, "last")
                 nodes = (await client.get("/v1/nodes")).json()["items"]
                 assert [each["capacity"] for each in nodes] == [2, 1]
                 assert all(each["state"] == "running" for each in nodes)

@@ -240,6 +240,41 @@ class EventSettings(_Group):
     )
 
 
+class JobSettings(_Group):
+    """Jobs."""
+
+    at_once: int = Field(default=32, ge=1, le=1000, description="jobs that run at once on this server")
+    per_namespace: Annotated[int, Field(ge=1, le=100_000)] | None = Field(
+        default=None, description="jobs of one namespace that run at once on all servers; by default no limit"
+    )
+    starts_per_minute: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        default=None, description="jobs of one namespace that start in a minute on all servers; by default no limit"
+    )
+    most_queued: int = Field(
+        default=10_000, ge=1, le=1_000_000, description="jobs of one namespace that may wait to start"
+    )
+    grace_s: float = Field(default=10.0, ge=0, le=600, description="seconds between TERM and KILL when a job is ended")
+    ttl_s: float = Field(
+        default=7 * 86_400.0,
+        ge=1,
+        le=MAX_DAYS * 86_400.0,
+        description="seconds until the record and the output of an ended job are removed, unless it says so itself",
+    )
+    webhook_hosts: str = Field(
+        default="",
+        max_length=4096,
+        description="hosts or `host:port` that webhooks of jobs may name, separated by commas; by default none",
+    )
+    webhook_secret: SecretStr | None = Field(
+        default=None, description="the key that signs these requests (HMAC-SHA-256)"
+    )
+
+    @property
+    def webhook_host_names(self) -> frozenset[str]:
+        """`webhook_hosts` as a set."""
+        return frozenset(filter(None, (each.strip().lower() for each in self.webhook_hosts.split(","))))
+
+
 class EgressSettings(_Group):
     """Outbound network (egress)."""
 
@@ -552,7 +587,7 @@ class SpiffeSettings(_Group):
         max_length=255,
         pattern=r"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$",
         description="where this server listens for other servers with mutual TLS, as `host:port`; by default `host` "
-        "and a free port",
+        "and a free port. Of several workers, each takes the next port",
     )
 
 
@@ -652,6 +687,7 @@ class Settings(_Group):
     approvals: ApprovalSettings = Field(default_factory=ApprovalSettings)
     audit: AuditSettings = Field(default_factory=AuditSettings)
     events: EventSettings = Field(default_factory=EventSettings)
+    jobs: JobSettings = Field(default_factory=JobSettings)
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)
     egress: EgressSettings = Field(default_factory=EgressSettings)

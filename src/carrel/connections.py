@@ -72,6 +72,9 @@ class OpenConnection:
         self.answering = False
         """Whether a complete request waits for its response."""
         self.peer = _peer(transport)
+        connected = transport.get_extra_info("socket")
+        self.is_local = connected is not None and connected.family == socket.AF_UNIX
+        """Whether it came over a Unix socket, which only programs of this user can open."""
         self.node: str | None = None
         """The server at the other end, if it was verified by its SPIFFE ID."""
 

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from carrel.errors import BY_CODE, CarrelError
-from carrel.models import State, SyncDirection
+from carrel.models import JobState, State, SyncDirection
 
 MOST_CONTEXTS = 10_000
 """The most workspaces with metrics."""
@@ -99,14 +99,44 @@ COMMAND = _declare(
     {"template": _TEMPLATE, "exit": ", ".join(f"`{each}`" for each in sorted(EXITS))},
     (*_QUICK, 900.0, 3600.0),
 )
-SVID_EXPIRES = _declare(
-    "carrel_svid_expires_seconds",
+SVID_EXPIRY = _declare(
+    "carrel_svid_expiry_timestamp_seconds",
     "gauge",
-    "Seconds until this server's SVID expires; it is renewed at half of its life.",
+    "When the SVID of this server expires, in seconds since 1970; 0 if servers have no SPIFFE IDs.",
 )
 EVENT_LAST_ID = _declare("carrel_event_last_id", "gauge", "Number of the newest event; its growth is the rate.")
 EVENT_READERS = _declare("carrel_event_readers", "gauge", "Open streams of events of this server.")
 EVENT_BUS_BEHIND = _declare("carrel_event_bus_behind", "gauge", "Events that the bus lacks, if this server delivers.")
+JOBS = _declare(
+    "carrel_jobs",
+    "gauge",
+    "Jobs in each state, on all servers of the database.",
+    {"state": ", ".join(f"`{state}`" for state in JobState)},
+)
+JOB_PHASE = _declare(
+    "carrel_job_phase_seconds",
+    "histogram",
+    "How long the phases of jobs took.",
+    {"phase": "`queued`, `starting`, `running` or `archiving`", "template": "of the job; may be empty"},
+    _LONG,
+)
+JOB_ENDS = _declare(
+    "carrel_job_ends_total",
+    "counter",
+    "Ends of attempts of jobs that this server ran.",
+    {
+        "state": "`succeeded`, `failed`, `cancelled`, `timed_out` or `lost`, and `retried`",
+        "exit": "`ok`, `failed`, `signaled`, `out_of_memory` or `none`",
+        "template": "of the job; may be empty",
+    },
+)
+JOB_CPU = _declare(
+    "carrel_job_cpu_seconds",
+    "histogram",
+    "Processor time of jobs that had a sandbox of their own.",
+    {"template": "of the job; may be empty"},
+    _LONG,
+)
 MCP_CALL = _declare(
     "carrel_mcp_call_seconds",
     "histogram",
@@ -364,7 +394,12 @@ class Metrics:
         self._event_last = self._gauge(EVENT_LAST_ID)
         self._event_readers = self._gauge(EVENT_READERS)
         self._event_behind = self._gauge(EVENT_BUS_BEHIND)
-        self._svid_expires: Gauge | None = None
+        self._svid_expiry = self._gauge(SVID_EXPIRY)
+        self._job_states = _Series(self._gauge(JOBS))
+        self._job_phases = _Series(self._histogram(JOB_PHASE))
+        ends = Counter(JOB_ENDS.name, JOB_ENDS.text, list(JOB_ENDS.labels), registry=self._registry)
+        self._job_ends = _Series(ends)
+        self._job_cpu = _Series(self._histogram(JOB_CPU))
         self._archive_bytes = Counter(ARCHIVE_BYTES.name, ARCHIVE_BYTES.text, registry=self._registry)
         self._syncs = _Series(self._histogram(SYNC))
         self._image_pulls = _Series(self._histogram(IMAGE_PULL))
@@ -389,6 +424,22 @@ class Metrics:
     def operated(self, kind: str, name: str, outcome: str, seconds: float) -> None:
         """Count an operation that ended or was refused; `outcome` is from `outcome_of`."""
         self._operations[kind, name, _known(outcome)].observe(seconds)
+
+    def jobs(self, counts: Mapping[JobState, int]) -> None:
+        """Set the number of jobs in each state."""
+        for state in JobState:
+            self._job_states[state.value,].set(counts.get(state, 0))
+
+    def job_attempt_ended(
+        self, state: str, exit: str, template: str, phases: Mapping[str, float | None], cpu_s: float | None
+    ) -> None:
+        """Count the end of an attempt of a job, how many milliseconds its phases took, and its processor time."""
+        self._job_ends[state, exit, template].inc()
+        if cpu_s is not None:
+            self._job_cpu[template,].observe(max(0.0, cpu_s))
+        for phase, taken in phases.items():
+            if taken is not None:
+                self._job_phases[phase, template].observe(taken / 1000)
 
     def command_ended(self, template: str | None, exit: str, seconds: float) -> None:
         """Count a command, a Python call or a cell that ended; `exit` is one of `EXITS`."""
@@ -486,11 +537,9 @@ class Metrics:
         """Remove the metrics of a workspace."""
         self._workspaces.forget(context_id)
 
-    def svid(self, expires_in_s: float) -> None:
-        """Set how long the SVID of this server is valid. A server without one shows no such metric."""
-        if self._svid_expires is None:
-            self._svid_expires = self._gauge(SVID_EXPIRES)
-        self._svid_expires.set(expires_in_s)
+    def svid(self, expires_at: float) -> None:
+        """Set when the SVID of this server expires."""
+        self._svid_expiry.set(expires_at)
 
     def events(self, last: int, readers: int, behind: int) -> None:
         """Set how long the event log is, how many read it, and what the bus lacks."""
@@ -526,7 +575,13 @@ class Metrics:
         return Gauge(declared.name, declared.text, list(declared.labels), registry=self._registry)
 
 
-_NOT_SUMMED = ("_timestamp_seconds", "_start_time_seconds", "_max_fds", WORKSPACE_BYTES.name)
+_NOT_SUMMED = (
+    "_timestamp_seconds",
+    "_start_time_seconds",
+    "_max_fds",
+    *(each.name for each in (WORKSPACE_BYTES, EVENT_LAST_ID, SANDBOX_MEMORY, SANDBOX_MEMORY_PEAK, SVID_EXPIRY)),
+    SANDBOX_CPU.name.removesuffix("_total"),
+)
 """The ends of the names of metrics of which the largest value counts: several workers have the same one."""
 
 
@@ -544,10 +599,12 @@ class _Summed:
         every = [self._own.collect(), *(text_string_to_metric_families(text) for text in self._others)]
         for metrics in every:
             for metric in metrics:
+                if metric.name.endswith("_created"):  # a moment, which the older format shows as a metric of its own
+                    continue
                 families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 known = values.setdefault(metric.name, {})
                 for sample in metric.samples:
-                    if sample.name.endswith("_created"):  # a moment
+                    if sample.name.endswith("_created"):
                         continue
                     key = sample.name, tuple(sorted(sample.labels.items()))
                     if metric.name.endswith(_NOT_SUMMED):

@@ -129,7 +129,9 @@ async def _store_agent_token(settings: Settings, plane: ControlPlane) -> None:
 
     path = os.path.join(settings.data_dir, "agent-token")
     stored = _stored_token(path)
-    token = await agent_token(plane.tokens, plane.audit, stored, None if settings.database is None else plane.node)
+    token = await agent_token(
+        plane.tokens, plane.audit, stored, None if settings.database is None else plane.worker.server
+    )
     if token == stored:
         os.chmod(path, 0o600)
     else:
@@ -180,12 +182,14 @@ def _bind(host: str, port: int, host_field: str, port_field: str) -> socket.sock
     return listener
 
 
-def _bind_for_nodes(settings: Settings) -> socket.socket | None:
-    """Listen for other servers; None where they have no SPIFFE IDs, and for a server that is alone on its database."""
+def _bind_for_nodes(settings: Settings, worker: int = 0) -> socket.socket | None:
+    """Listen for other servers; None where they have no SPIFFE IDs, and for a server that is alone on its database.
+    Each worker has a port of its own: those after the one of the setting.
+    """
     if settings.spiffe.source == "none" or settings.database is None:
         return None
     host, _, port = (settings.spiffe.listen or f"{settings.host}:0").rpartition(":")
-    return _bind(host.strip("[]"), int(port), "spiffe.listen", "spiffe.listen")
+    return _bind(host.strip("[]"), int(port) and int(port) + worker, "spiffe.listen", "spiffe.listen")
 
 
 def _urls(listener: socket.socket) -> tuple[str, str]:
@@ -454,9 +458,7 @@ async def _serve(settings: Settings, users: Path | None, starting: Sequence[int]
             from carrel.api.app import resources
 
             await asyncio.to_thread(resources)  # no request has to wait for it
-        ends = [asyncio.ensure_future(each.wait()) for each in (stop, server.plane.nodes.expelled)]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        await tasks.cancel(ends)
+        await _ended(stop, server.plane)
         log.info("shutting down")
 
 
@@ -495,12 +497,6 @@ def _serve_with_workers(settings: Settings, count: int) -> None:
             "a server with several workers has no single address for other servers: each worker has one of its own",
             field="node_url",
             hint="leave CARREL_NODE_URL out, or run one worker",
-        )
-    if settings.spiffe.source != "none":
-        raise InvalidRequest(
-            "a server with several workers cannot have a SPIFFE ID yet: each worker would need one of its own",
-            field="workers",
-            hint="run one worker, or several servers, or leave CARREL_SPIFFE_SOURCE out",
         )
     layout = Layout(settings.data_dir)
     layout.prepare()
@@ -569,24 +565,42 @@ async def _work(
         alone=alone,
     )
     own: list[socket.socket] = []
-    if settings.database_url.startswith(FLEET_DATABASES):  # other servers reach each worker by itself
+    for_nodes: socket.socket | None = None
+    # Where several servers share the database, others reach each worker by itself.
+    shared = settings.database_url.startswith(FLEET_DATABASES)
+    if shared and (for_nodes := _bind_for_nodes(settings, index)) is None:
         own.append(_bind(settings.host, 0, "host", "port"))
     async with AsyncExitStack() as stack:
+        if for_nodes is not None:
+            stack.enter_context(closing(for_nodes))
         plane, server = await stack.enter_async_context(_answering(settings, token, worker, own))
+        await stack.enter_async_context(_accepting_nodes(plane, server, for_nodes))
         await server.listen_too(worker.socket)
         stack.callback(os.unlink, worker.socket)
         beating = asyncio.get_running_loop().create_task(_beat(table, worker, plane, server))
         stack.push_async_callback(tasks.cancel, [beating])
-        await plane.nodes.join(_node_url(own[0], None) if own else UNIX + worker.socket, carrel.__version__)
+        reached = own[0] if own else for_nodes
+        url = UNIX + worker.socket if reached is None else _node_url(reached, for_nodes)
+        await plane.nodes.join(url, carrel.__version__)
         table.set_adopted(index, plane.recovered.adopted)
         table.beat(index)
         table.set_ready(index, True)
         stack.callback(table.set_ready, index, False)
         worker.announce(SharedChange.NODES)
-        shared = SharedListener(listener, server, lambda: server.open_connections > table.least_connections())
-        stack.callback(shared.close)
-        await stop.wait()
+        port = SharedListener(listener, server, lambda: server.open_connections > table.least_connections())
+        stack.callback(port.close)
+        await _ended(stop, plane)
+        if plane.nodes.expelled.is_set():
+            os.kill(os.getppid(), signal.SIGTERM)  # the whole server ends
+            await stop.wait()
         log.info("shutting down")
+
+
+async def _ended(stop: asyncio.Event, plane: ControlPlane) -> None:
+    """Wait until this process is told to end, or its SPIFFE ID is revoked."""
+    ends = [asyncio.ensure_future(each.wait()) for each in (stop, plane.nodes.expelled)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    await tasks.cancel(ends)
 
 
 async def _beat(table: WorkerTable, worker: Worker, plane: ControlPlane, server: HttpServer) -> None:

@@ -125,6 +125,12 @@ class Server:
             raise AssertionError(f"the server did not end within {STOP_S} s\n{self.tail()}") from None
         assert self._process.returncode == 0, f"it ended with status {self._process.returncode}\n{self.tail()}"
 
+    def sandboxes(self) -> list[int]:
+        """The first process of each sandbox."""
+        tree = self._processes()
+        zygotes = [pid for pid, above in tree.items() if pid != self.pid and above in {os.getpid(), self.pid}]
+        return [pid for zygote in zygotes for pid in _sandboxes(zygote)]
+
     def tail(self, lines: int = 40) -> str:
         """The end of what the server said."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])

@@ -28,6 +28,7 @@ from carrel.primitives.trees import remove_tree
 _GROUP = re.compile(r"^carrel-(\d+)-(\d+)(?:-\d+)?$")
 _PR_SET_CHILD_SUBREAPER = 36
 PATIENCE_S = 20.0
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty")
 LEFT = "left behind"  # under this name a worker tells the process that leads the run
 
 Process = tuple[int, int]  # pid and start time: together they name a process for good
@@ -69,7 +70,7 @@ class Leaks:
             _reap_orphans(family, reap)
         processes = {(each.pid, each.started): each.parent for each in family if each.state not in "ZX"}
         self._seen |= processes.keys()
-        return State(processes, self._mounts(), self._entries(), _descriptors(), settings())
+        return State(processes, self._mounts(), self._entries(), _descriptors(), settings() | devices())
 
     def keep(self, before: State) -> None:
         """What came since `before` belongs to a fixture that lives on."""
@@ -276,6 +277,12 @@ def settings(directory: str = "/etc") -> dict[str, tuple[int, ...]]:
             except FileNotFoundError:  # whoever writes a file aside there takes it away again
                 continue
     return found
+
+
+def devices(paths: tuple[str, ...] = DEVICES) -> dict[str, tuple[int, ...]]:
+    """Devices that every program uses, and whose they are: `runsc` gives its standard files to nobody."""
+    stats = {path: os.stat(path) for path in paths}
+    return {path: (told.st_mode, told.st_uid, told.st_gid, told.st_rdev) for path, told in stats.items()}
 
 
 def _reap_orphans(family: list[Status], old: frozenset[int]) -> None:

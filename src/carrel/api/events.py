@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache
 
@@ -19,7 +20,7 @@ from carrel.control.plane import ControlPlane
 from carrel.errors import InvalidRequest
 from carrel.events import Page
 from carrel.identity import Identity
-from carrel.models import ContextId, LogReceipt, LogRecords
+from carrel.models import ContextId, JobId, LogReceipt, LogRecords
 from carrel.models.events import TRUNCATED, EventFilter, StoredEvent, kinds_of
 from carrel.models.operations import PUBLISH_LOG, STREAM_CONTEXT, STREAM_EVENTS
 
@@ -55,6 +56,7 @@ class EventsQuery(StreamQuery):
     """The query of the stream of all events."""
 
     context_id: ContextId | None = Field(default=None, description="only of this context")
+    job: JobId | None = Field(default=None, description="only of this job")
 
 
 @router.operation(STREAM_EVENTS, "Follow events", _STREAM, queries=EventsQuery)
@@ -64,13 +66,15 @@ async def stream_events(request: Request) -> Response:
     identity = caller_of(request).identity
     if asked.context_id is not None:
         require(caller_of(request), STREAM_EVENTS, asked.context_id)
-    return await _stream(request, asked, _within(identity, EventFilter(context_id=asked.context_id)))
+    return await _stream(request, asked, _within(identity, EventFilter(context_id=asked.context_id, job_id=asked.job)))
 
 
-@router.operation(STREAM_CONTEXT, "Follow the events of a session or context", _STREAM, 404, queries=StreamQuery)
+@router.operation(STREAM_CONTEXT, "Follow the events of a session, context or job", _STREAM, 404, queries=StreamQuery)
 async def stream_context(request: Request) -> Response:
-    """By the id of the session, or of its context for all its sessions."""
+    """By the id of the session or of the job, or by the context for all its sessions."""
     asked, name = query_of(request, StreamQuery), request.path_params["id"]
+    if await plane_of(request).jobs.context_of(name) is not None:
+        return await _stream(request, asked, EventFilter(job_id=name))
     record = await plane_of(request).sessions.record(name)
     by_session = name == record.id
     wanted = EventFilter(record.context_id, record.id if by_session or record.context_id is None else None)
@@ -87,14 +91,12 @@ async def publish_log(request: Request) -> Response:
 
 def _within(identity: Identity, wanted: EventFilter) -> EventFilter:
     """Restrict a filter to what a token may access."""
-    return EventFilter(
-        wanted.context_id, wanted.session_id, wanted.kinds, contexts=identity.contexts, namespace=identity.namespace
-    )
+    return replace(wanted, contexts=identity.contexts, namespace=identity.namespace)
 
 
 async def _stream(request: Request, asked: StreamQuery, wanted: EventFilter) -> Response:
     kinds = kinds_of([] if asked.kind is None else asked.kind.split(","))
-    wanted = EventFilter(wanted.context_id, wanted.session_id, kinds, wanted.contexts, wanted.namespace)
+    wanted = replace(wanted, kinds=kinds)
     after = asked.after
     if (said := request.headers.get("last-event-id")) is not None:
         if not said.isdecimal() or int(said[:20]) > _MOST_ID:
@@ -125,7 +127,7 @@ def _encoded(page: Page) -> bytes:
 def _event(event: StoredEvent) -> bytes:
     """Return one event. All its readers get the same bytes."""
     facts = {"id": event.id, "at": _moment(event.at), "kind": event.kind}
-    named = {"context_id": event.context_id, "session_id": event.session_id, "node": event.node}
+    named = {"context_id": event.context_id, "session_id": event.session_id, "job_id": event.job_id, "node": event.node}
     shown = json.dumps({**facts, **{name: value for name, value in named.items() if value}})
     return f'id: {event.id}\nevent: {event.kind}\ndata: {shown[:-1]}, "body": {event.body}}}\n\n'.encode()
 

@@ -35,6 +35,7 @@ from carrel.control.nodes.passes import (
 from carrel.control.nodes.peers import NotConnected, Peer, unreachable
 from carrel.control.nodes.placement import Here
 from carrel.control.nodes.routing import Routing, elsewhere
+from carrel.control.nodes.workers import server_of
 from carrel.control.operations.caller import Caller
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.errors import NodeUnreachable, Unauthorized
@@ -191,16 +192,23 @@ class Forwarding:
 
     async def identify(self, scope: Scope, value: bytes) -> tuple[Identity, Pass]:
         """Return the caller of a forwarded request; `Unauthorized`."""
-        request = Forwardable(scope.get("method", "GET"), _target_of(scope), kept_headers(scope["headers"]), "")
+        request = Forwardable(scope.get("method", "GET"), target_of(scope), kept_headers(scope["headers"]), "")
         passed = self._passes.check(value, request)
         connection = of_scope(scope)
-        if self._verified and (connection is None or connection.node != passed.sender):
+        of_worker = connection is not None and connection.is_local and self._routing.is_worker(passed.sender)
+        if (
+            self._verified
+            and not of_worker
+            and not (
+                connection is not None and connection.node is not None and connection.node == server_of(passed.sender)
+            )
+        ):
             raise Unauthorized(
                 "requests are forwarded with mutual TLS only, by the server that signs the pass",
                 field="Carrel-Forwarded",
                 hint="give all servers of the database the same CARREL_SPIFFE_SOURCE",
             )
-        if self._verified:
+        if self._verified and not of_worker:
             await self._routing.require_member(passed.sender)
         if passed.caller == ANYONE:
             if self._authenticated:
@@ -248,7 +256,7 @@ class Forwarding:
                     await run(with_first_message(scope, body.again()), moves if passed is None else send)
                 if moves.owner is None:
                     return
-                asked = moves.owner
+                asked = moves.owner or asked
                 if again or body.more:
                     break  # no other server can do more, or a part of the body is gone
                 again = True
@@ -318,7 +326,7 @@ class Forwarding:
         headers.append((b"x-request-id", (caller.request_id or "").encode()))
         if (trace := trace_now(caller.trace)) is not None:
             headers += trace.headers()
-        request = Forwardable(scope.get("method", "GET"), _target_of(scope), headers, described)
+        request = Forwardable(scope.get("method", "GET"), target_of(scope), headers, described)
         who = ANYONE
         if self._authenticated:
             assert caller.identity is ROOT or caller.identity.token_id
@@ -332,7 +340,7 @@ class Forwarding:
         try:
             transport = wire.transport
             assert transport is not None
-            lines = [scope["method"].encode(), b" ", _target_of(scope), b" HTTP/1.1\r\nhost: ", peer.link.authority]
+            lines = [scope["method"].encode(), b" ", target_of(scope), b" HTTP/1.1\r\nhost: ", peer.link.authority]
             for name, value in self._headers(peer, scope, body.described, caller):
                 lines += (b"\r\n", name, b": ", value)
             if body.sends:
@@ -389,7 +397,7 @@ class Forwarding:
             for name, value in self._headers(peer, scope, "none", caller)
         ]
         offered = [each for each in scope.get("subprotocols", []) if not each.startswith("carrel.token.")]
-        return await peer.websocket(_target_of(scope).decode("latin-1"), headers, offered)
+        return await peer.websocket(target_of(scope).decode("latin-1"), headers, offered)
 
 
 async def _feed(wire: HttpWire, body: _Body, *, chunked: bool) -> None:
@@ -458,7 +466,7 @@ class _Moves:
             await self._send(message)
 
 
-def _target_of(scope: Scope) -> bytes:
+def target_of(scope: Scope) -> bytes:
     """Return the path and query of a request as they were sent."""
     path: bytes = scope.get("raw_path") or scope["path"].encode()
     query: bytes = scope["query_string"]

@@ -59,7 +59,8 @@ async def permit(caller: Caller, operation: Operation, scope: Scope) -> None:
         try:
             context_id = (await plane.sessions.record(name)).context_id
         except NotFound:
-            context_id = name  # it can only be a context; the route answers 404
+            # The events of a job are asked for by its id. Anything else can only be a context; the route answers 404.
+            context_id = await plane.jobs.context_of(name) or name
         if not identity.reaches(context_id):
             # The answer is the same whether it exists or not, so that it reveals nothing.
             raise identity.refusal(operation.id, "reach", f"'{name[:128]}' is out of the token's reach")

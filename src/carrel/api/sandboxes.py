@@ -7,9 +7,11 @@ from typing import Annotated
 from starlette.requests import Request
 from starlette.responses import Response
 
+from carrel.api.forwarding import PASS, target_of
 from carrel.api.guard import GuardedRouter, require
 from carrel.api.parameters import Query
 from carrel.api.parts import Plane, SandboxId, Who, as_json, caller_of, json_of, plane_of
+from carrel.api.worker_metrics import WorkerMetrics
 from carrel.errors import InvalidRequest
 from carrel.models import (
     SandboxInfo,
@@ -62,6 +64,7 @@ async def deploy_or_resume(request: Request) -> Response:
 
 @router.operation(LIST_SANDBOXES, "List sandboxes", SandboxPage)
 async def list_sandboxes(
+    request: Request,
     plane: Plane,
     caller: Who,
     limit: Annotated[int, Query(ge=1, le=1000)] = 100,
@@ -77,6 +80,9 @@ async def list_sandboxes(
     page.items = [info for info in page.items if caller.identity.reaches(info.context_id)]
     await plane.retention.mark_kept(page.items)
     await plane.resources.fill(page.items)
+    others: WorkerMetrics | None = request.app.state.worker_metrics
+    if others is not None and PASS not in request.scope:
+        await others.fill(target_of(request.scope), page.items)
     return as_json(page)
 
 

@@ -22,6 +22,7 @@ _COMMANDS = {
     "sh": ("Commands", "commands.sh"),
     "logs": ("Commands", "commands.logs"),
     "events": ("Commands", "events.events"),
+    "job": ("Commands", "jobs.app"),
     "ls": ("Files", "files.ls"),
     "cp": ("Files", "files.cp"),
     "sync": ("Files", "filespace.sync"),

@@ -241,7 +241,12 @@ def exit_code(info: CommandInfo) -> int:
         note("carrel: a process was killed because the sandbox was out of memory")
     if info.exit_code is not None:
         return info.exit_code
-    return 128 + signal_number(info.signal)
+    return signal_code(info.signal)
+
+
+def signal_code(name: str | None) -> int:
+    """Return the exit code that a shell would show for a signal."""
+    return 128 + signal_number(name)
 
 
 def signal_number(name: str | None) -> int:

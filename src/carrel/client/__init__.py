@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from carrel.client._async.files import AsyncFiles
     from carrel.client._async.filespace import AsyncFilespace
     from carrel.client._async.images import AsyncImages
+    from carrel.client._async.jobs import AsyncJob, AsyncJobs
     from carrel.client._async.mcp import AsyncMcp
     from carrel.client._async.policies import AsyncPolicy
     from carrel.client._async.python import AsyncCellStream, AsyncCodeContext, AsyncPython
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from carrel.client._sync.files import Files
     from carrel.client._sync.filespace import Filespace
     from carrel.client._sync.images import Images
+    from carrel.client._sync.jobs import Job, Jobs
     from carrel.client._sync.mcp import Mcp
     from carrel.client._sync.policies import Policy
     from carrel.client._sync.python import CellStream, CodeContext, Python
@@ -63,6 +65,8 @@ __all__ = [
     "AsyncFilespace",
     "AsyncFolderCheckpoints",
     "AsyncImages",
+    "AsyncJob",
+    "AsyncJobs",
     "AsyncMcp",
     "AsyncOutputStream",
     "AsyncPolicy",
@@ -85,6 +89,8 @@ __all__ = [
     "Filespace",
     "FolderCheckpoints",
     "Images",
+    "Job",
+    "Jobs",
     "Listing",
     "Mcp",
     "Output",
@@ -105,7 +111,7 @@ __all__ = [
 _MODULES = {
     "approvals": "Approvals", "audit": "Audit", "checkpoints": "FolderCheckpoints", "client": "Client",
     "commands": "Command Commands OutputStream", "envs": "Environments SandboxEnvironments", "files": "Files",
-    "filespace": "Filespace", "images": "Images", "mcp": "Mcp", "policies": "Policy",
+    "filespace": "Filespace", "images": "Images", "jobs": "Job Jobs", "mcp": "Mcp", "policies": "Policy",
     "python": "CellStream CodeContext Python",
     "sandbox": "Sandbox", "secrets": "Secrets", "stateless": "StatelessPython", "terminal": "Terminal",
     "tokens": "Tokens",

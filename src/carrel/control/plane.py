@@ -29,6 +29,8 @@ from carrel.control.host import HostParts
 from carrel.control.images.images import Images
 from carrel.control.images.sandbox_image import SandboxImage
 from carrel.control.images.template_images import TemplateImages
+from carrel.control.jobs.executor import SandboxExecutor
+from carrel.control.jobs.jobs import Jobs
 from carrel.control.mcp.catalogue import McpDiscovery
 from carrel.control.mcp.declarations import McpDeclarations, McpInstaller
 from carrel.control.mcp.links import McpLinks
@@ -106,6 +108,7 @@ from carrel.store.code_contexts import CodeContextStore
 from carrel.store.database import Workers
 from carrel.store.environments import EnvironmentStore
 from carrel.store.events import EventStore
+from carrel.store.jobs import JobStore
 from carrel.store.leases import LeaseStore
 from carrel.store.mcp_servers import McpServerStore
 from carrel.store.nodes import NodeStore
@@ -129,6 +132,7 @@ log = logging.getLogger("carrel.control")
 FORGET_EVERY_S = 600.0
 EVICT_EVERY_S = 60.0
 COUNT_EVERY_S = 10.0
+SWEEP_JOBS_EVERY_S = 10.0
 
 
 class ControlPlane:
@@ -171,7 +175,7 @@ class ControlPlane:
         self.store = store = SessionStore(database)
         self.live = live = LiveSandboxes()
         notes = SessionNotes(live, store)
-        leases = Leases(LeaseStore(database), worker, settings.lease_s)
+        leases = Leases(LeaseStore(database), worker, settings.lease_s, shared=settings.database is not None)
         self.audit = audit = AuditLog(AuditStore(database), key, node, events_of, strict=settings.audit.strict)
         event_store = EventStore(database)
         self.events = events = EventLog(
@@ -285,7 +289,7 @@ class ControlPlane:
         )
         self.mcp_declarations = declarations = McpDeclarations(mcp_store, links)
         most = settings.max_sandboxes
-        capacity = Capacity(worker.share(most), live, of_server=most)
+        capacity = Capacity(most, live, worker)
         sizes = PoolSizes(settings.pool, templates, worker.share)
         self._slots = slots = Slots(
             settings.pool, providers, sizes, capacity, metrics, events, host.images, host.still_means, worker
@@ -388,6 +392,21 @@ class ControlPlane:
         )
         self.router = StatelessPool(settings.router, sessions, operations, own, python, packages, metrics)
 
+        # jobs
+        executor = SandboxExecutor(sessions, operations, own, snapshots, self.mcp, values)
+        self.jobs = jobs = Jobs(
+            settings.jobs,
+            JobStore(database),
+            executor,
+            operations,
+            values,
+            self.tokens,
+            self.requests,
+            metrics,
+            worker,
+            settings.lease_s,
+        )
+
         # upkeep
         self.disk = Disk(layout, driver, settings.archive_url)
         self.retention = WorkspaceRetention(sessions, workspaces, store, audit, ttl_days=settings.workspace_ttl_days)
@@ -404,6 +423,7 @@ class ControlPlane:
                 (secret_files.catch_up, SECRETS_FRESH_S),
                 (slots.check, CHECK_EVERY_S),
                 (connection_events.flush, MINUTE_S),
+                (self.count_events, COUNT_EVERY_S),
                 (HomeLimits(sessions, folders).enforce, LOOK_EVERY_S),
             ),
             of_server=(
@@ -412,13 +432,16 @@ class ControlPlane:
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
                 (self.sweep_events, FORGET_EVERY_S),
-                (self.count_events, COUNT_EVERY_S),
+                (jobs.sweep, SWEEP_JOBS_EVERY_S),
+                (jobs.count, COUNT_EVERY_S),
             ),
             first=worker.first,
         )  # fmt: skip
         self.others = self._others_of(worker)
         self._following: asyncio.Task[None] | None = None
         self._refreshing: asyncio.Task[None] | None = None
+        self._behind = False
+        """Whether sandboxes may not have what another worker changed."""
         self._upkeep_task: asyncio.Task[None] | None = None
 
     @classmethod
@@ -510,6 +533,7 @@ class ControlPlane:
             self._webhook.start()
         if self._bus is not None:
             self._bus.start()
+        await self.jobs.open()
         self._upkeep_task = asyncio.get_running_loop().create_task(self.upkeep.run())
         if self.others is not None:
             self._following = asyncio.get_running_loop().create_task(self.others.run())
@@ -523,11 +547,19 @@ class ControlPlane:
             self.tokens.forget_known()
             await self.end_revoked()
 
+        def refresh() -> None:
+            # Sandboxes and the proxy follow soon after: nobody has to wait until all have been looked at.
+            self._behind = True
+            if self._refreshing is None or self._refreshing.done():
+                self._refreshing = asyncio.get_running_loop().create_task(self._refresh_sandboxes())
+
         async def policies() -> None:
             self.policies.forget_known()
-            # The proxy follows soon after. Nobody has to wait until all sandboxes have been looked at.
-            if self._refreshing is None or self._refreshing.done():
-                self._refreshing = asyncio.get_running_loop().create_task(self._refresh_networks())
+            refresh()
+
+        async def secrets() -> None:
+            self.secret_values.stale(None)
+            refresh()
 
         async def approvals() -> None:
             self.approvals.wake()
@@ -540,7 +572,7 @@ class ControlPlane:
             {
                 SharedChange.TOKENS: tokens,
                 SharedChange.POLICIES: policies,
-                SharedChange.SECRETS: self._secret_files.catch_up,
+                SharedChange.SECRETS: secrets,
                 SharedChange.ENVIRONMENTS: self.environments.read_again,
                 SharedChange.APPROVALS: approvals,
                 SharedChange.MCP_SERVERS: mcp_servers,
@@ -548,9 +580,15 @@ class ControlPlane:
             },
         )
 
-    async def _refresh_networks(self) -> None:
-        for box in self.live.all():
-            await self.egress.refresh(box)
+    async def _refresh_sandboxes(self) -> None:
+        while self._behind:
+            self._behind = False
+            try:
+                await self._secret_files.catch_up()
+            except CarrelError as error:  # it is tried again in seconds
+                log.warning("sandboxes may not have their current secrets: %s", error)
+            for box in self.live.all():
+                await self.egress.refresh(box)
 
     @cached_property
     def image_builds(self) -> ImageBuilds:
@@ -578,7 +616,7 @@ class ControlPlane:
         await self.nodes.beat()
         await self.peers.close_silent()
         if self.identities is not None:
-            self.metrics.svid(self.identities.node.expires_in_s)
+            self.metrics.svid(self.identities.node.svid.expires_at)
 
     async def count_events(self) -> None:
         """Set the metrics of the event log."""
@@ -606,9 +644,10 @@ class ControlPlane:
             )
 
     async def close(self) -> None:
-        """End every sandbox and release everything."""
+        """End every sandbox in which no job runs, and release everything."""
         self.approvals.close()
         await tasks.cancel([self._upkeep_task, self._following, self._refreshing])
+        with_jobs = await self.jobs.close()
         await self.nodes.leave()
         if self._webhook is not None:
             await self._webhook.close()
@@ -618,7 +657,7 @@ class ControlPlane:
             await self._mcp_links.close()
             await self.environments.close()
             await self.upkeep.flush()
-            await self.sessions.shutdown()
+            await self.sessions.shutdown(leave=with_jobs)
         finally:
             await self._slots.close()
             self.peers.close()

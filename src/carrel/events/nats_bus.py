@@ -69,7 +69,7 @@ def subject_of(event: StoredEvent) -> str:
 def payload_of(event: StoredEvent) -> bytes:
     """Return an event as JSON."""
     facts = {"id": event.id, "at": event.at, "kind": event.kind}
-    named = {"context_id": event.context_id, "session_id": event.session_id, "node": event.node}
+    named = {"context_id": event.context_id, "session_id": event.session_id, "job_id": event.job_id, "node": event.node}
     shown = json.dumps({**facts, **{name: value for name, value in named.items() if value}})
     return f'{shown[:-1]}, "body": {event.body}}}'.encode()
 

@@ -73,13 +73,16 @@ class Sandbox:
     """The files and mounts of a process, found by its number."""
 
     def __init__(self, pid: int, started: int):
-        """Open them. Raises `OSError` if the process is gone."""
-        self._root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        """Open them. Raises `ProcessLookupError` if the process is gone."""
         try:
-            self._namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            os.close(self._root)
-            raise
+            self._root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._namespace = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
+            except OSError:
+                os.close(self._root)
+                raise
+        except FileNotFoundError:
+            raise ProcessLookupError(f"process {pid} has ended") from None
         if not started or start_time(pid) != started:  # checked after opening: it was this process then too
             self.close()
             raise ProcessLookupError(f"process {pid} has ended")

@@ -97,6 +97,17 @@ esac
 exec "${CARREL_PYTHON:-/usr/bin/python3}" "$@"
 """
 
+_HEARTBEAT = """\
+#!/bin/sh
+# Says how far a job is: carrel-heartbeat "indexing 40 %". Whoever looks at the job sees it, and it counts as alive.
+if [ -z "${CARREL_HEARTBEAT-}" ]; then
+    echo "carrel-heartbeat: nobody listens, this is not part of a job" >&2
+    exit 0
+fi
+draft=$CARREL_HEARTBEAT.$$
+printf '%.1000s' "$*" >"$draft" && mv -f "$draft" "$CARREL_HEARTBEAT"
+"""
+
 _UV = """\
 #!/bin/sh
 # uv; `uv pip install` goes into the virtual environment of this workspace, which is made on first need.
@@ -159,5 +170,14 @@ SHARED_PIP_PLACE = "/etc/carrel/shared"
 _PROGRAMS = Path(__file__).parent.parent / "sandbox_programs"
 _SEARCH = {name: (_PROGRAMS / f"{name.replace('-', '_')}.py").read_text() for name in ("file-search", "web-search")}
 
-TEXTS = {"carrel-venv": _MAKE, "pip": _PIP, "pip3": _PIP, "python": _PYTHON, "python3": _PYTHON, "uv": _UV, **_SEARCH}
+TEXTS = {
+    "carrel-heartbeat": _HEARTBEAT,
+    "carrel-venv": _MAKE,
+    "pip": _PIP,
+    "pip3": _PIP,
+    "python": _PYTHON,
+    "python3": _PYTHON,
+    "uv": _UV,
+    **_SEARCH,
+}
 """The programs by name."""

@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 
-from carrel.isolation import linux, mask_mounts
+from carrel.isolation import late_masks, mask_mounts
 from carrel.isolation.late_mounts import Sandbox
 
 _LONGEST_REASON = 500
@@ -56,11 +56,7 @@ def apply(sandbox: Sandbox, masks: bytes, place: str, path: list[str]) -> None:
     sys.path.clear()
     sys.meta_path.clear()
     sandbox.enter()
-    files = mask_mounts.CoverFiles(place, "")
-    plan = mask_mounts.read(files.plan(masks, image=True))
-    covers = os.open(place, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    mask_mounts.cover(plan, covers, path)
-    linux.unmount(place, linux.MNT_DETACH)
+    late_masks.cover_here(place, lambda files: mask_mounts.read(files.plan(masks, image=True)), path)
 
 
 if __name__ == "__main__":

@@ -242,8 +242,8 @@ def examine() -> HostFindings:
         Finding(
             "KVM",
             "ok" if os.access("/dev/kvm", os.R_OK | os.W_OK) else "degraded",
-            "/dev/kvm can be used" if os.access("/dev/kvm", os.R_OK | os.W_OK) else "no usable /dev/kvm",
-            "only microVM providers need it; none is required",
+            "/dev/kvm can be opened" if os.access("/dev/kvm", os.R_OK | os.W_OK) else "/dev/kvm cannot be opened",
+            "only the provider microvm needs it, for QEMU, and tries whether a machine starts; none is required",
         ),
     ]
     return HostFindings(tuple(findings), controllers)

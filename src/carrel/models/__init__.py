@@ -100,6 +100,16 @@ from carrel.models.images import ImageInfo as ImageInfo
 from carrel.models.images import ImageList as ImageList
 from carrel.models.images import ImageProgress as ImageProgress
 from carrel.models.images import ImagePull as ImagePull
+from carrel.models.jobs import JobArtifacts as JobArtifacts
+from carrel.models.jobs import JobId as JobId
+from carrel.models.jobs import JobInfo as JobInfo
+from carrel.models.jobs import JobPage as JobPage
+from carrel.models.jobs import JobRequest as JobRequest
+from carrel.models.jobs import JobState as JobState
+from carrel.models.jobs import JobTimeouts as JobTimeouts
+from carrel.models.jobs import JobWorkspace as JobWorkspace
+from carrel.models.jobs import McpWork as McpWork
+from carrel.models.jobs import PythonWork as PythonWork
 from carrel.models.mcp import MAX_MCP_TIMEOUT_S as MAX_MCP_TIMEOUT_S
 from carrel.models.mcp import MCP_TIMEOUT_S as MCP_TIMEOUT_S
 from carrel.models.mcp import MOST_MCP_SERVERS as MOST_MCP_SERVERS

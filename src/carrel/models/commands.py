@@ -105,6 +105,12 @@ class CommandInfo(Answer):
     oom_killed: bool = False
     output_bytes: int = Field(description="bytes of stored output; the offset of its end")
     dropped_bytes: int = 0
+    progress: str | None = Field(
+        default=None,
+        max_length=1000,
+        description="what it said last with `carrel-heartbeat`, for a command whose id the caller chose",
+    )
+    beat: int | None = Field(default=None, description="changes with each heartbeat")
 
 
 class CommandList(Answer):

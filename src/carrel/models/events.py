@@ -43,6 +43,13 @@ class EventKind(StrEnum):
     SNAPSHOT_RESTORED = "snapshot.restored"
     SNAPSHOT_DELETED = "snapshot.deleted"
     CONTEXT_FORGOTTEN = "context.forgotten"
+    JOB_QUEUED = "job.queued"
+    JOB_STARTED = "job.started"
+    JOB_PROGRESS = "job.progress"
+    JOB_WAITING = "job.waiting"
+    JOB_CANCELLING = "job.cancelling"
+    JOB_ENDED = "job.ended"
+    JOB_REMOVED = "job.removed"
     POOL_DRY = "pool.dry"
     NOTICE = "notice"
     LOG = "log"
@@ -70,6 +77,13 @@ MEANINGS: Mapping[EventKind, str] = {
     EventKind.SNAPSHOT_RESTORED: "the workspace was brought back to a snapshot",
     EventKind.SNAPSHOT_DELETED: "a snapshot was deleted",
     EventKind.CONTEXT_FORGOTTEN: "an administrator deleted a context, with its events",
+    EventKind.JOB_QUEUED: "a job was accepted, or is queued again: `reason` says why",
+    EventKind.JOB_STARTED: "a server began an attempt of a job",
+    EventKind.JOB_PROGRESS: "a job said how far it is",
+    EventKind.JOB_WAITING: "a job waits for a person; `approval` names the approval",
+    EventKind.JOB_CANCELLING: "somebody cancelled a job; `job.ended` confirms it",
+    EventKind.JOB_ENDED: "a job has ended: `state`, and `reason` where it is not obvious",
+    EventKind.JOB_REMOVED: "the record of a job was removed: its time to live is over",
     EventKind.POOL_DRY: "a sandbox found no slot ready in its pool; the next event comes after the pool was full again",
     EventKind.NOTICE: "carrel tells the owner of the session something",
     EventKind.LOG: "a log record that a program sent",
@@ -97,6 +111,7 @@ class EventInfo(Answer):
     kind: str
     context_id: str | None = None
     session_id: str | None = None
+    job_id: str | None = Field(default=None, description="the job that it tells of")
     node: str = Field(default="", description="the server that wrote it")
     body: dict[str, object] = Field(default_factory=dict)
 
@@ -139,6 +154,7 @@ class EventDraft(NamedTuple):
     session_id: str | None
     node: str
     body: str
+    job_id: str | None = None
 
 
 class StoredEvent(NamedTuple):
@@ -151,6 +167,7 @@ class StoredEvent(NamedTuple):
     session_id: str | None
     node: str
     body: str
+    job_id: str | None = None
 
 
 _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"), default=str).encode
@@ -184,13 +201,14 @@ def _cut(value: object, share: int, deepest: int) -> object:
 
 @dataclass(frozen=True, slots=True)
 class EventFilter:
-    """Which events a reader gets. The first three are what it asked for, the others what its token may reach."""
+    """Which events a reader gets: what it asked for, within the `contexts` and the `namespace` of its token."""
 
     context_id: str | None = None
     session_id: str | None = None
     kinds: frozenset[EventKind] | None = None
     contexts: frozenset[str] | None = None
     namespace: str | None = None
+    job_id: str | None = None
 
     def matches(self, event: StoredEvent) -> bool:
         """Whether the reader gets an event."""
@@ -198,6 +216,8 @@ class EventFilter:
         if self.context_id is not None and context != self.context_id:
             return False
         if self.session_id is not None and event.session_id != self.session_id:
+            return False
+        if self.job_id is not None and event.job_id != self.job_id:
             return False
         if self.kinds is not None and event.kind not in self.kinds:
             return False

@@ -410,6 +410,18 @@ DECIDE_APPROVAL = _row(
 )
 DECIDE_APPROVALS = _row("decide_approvals", None, APPROVE, "POST /v1/approvals/decide", context_from="listed")
 
+# jobs
+_JOB = "/v1/jobs/{job_id}"
+# A submission is a wish. Its work is decided and recorded when it begins, with the identity of the submitter.
+SUBMIT_JOB = _row("submit_job", None, OPERATE, "POST /v1/jobs", context_from="handler")
+LIST_JOBS = _row("list_jobs", None, READ, "GET /v1/jobs", context_from="listed")
+GET_JOB = _row("get_job", None, READ, f"GET {_JOB}", context_from="handler")
+WAIT_JOB = _row("wait_job", None, READ, f"GET {_JOB}/wait", context_from="handler")
+GET_JOB_LOGS = _row("get_job_logs", None, READ, f"GET {_JOB}/logs", context_from="handler")
+LIST_JOB_ARTIFACTS = _row("list_job_artifacts", None, READ, f"GET {_JOB}/artifacts", context_from="handler")
+CANCEL_JOB = _row("cancel_job", "session", OPERATE, f"POST {_JOB}/cancel", context_from="handler")
+RETRY_JOB = _row("retry_job", None, OPERATE, f"POST {_JOB}/retry", context_from="handler")
+
 # events
 STREAM_EVENTS = _row("stream_events", None, READ, "GET /v1/events", context_from="listed")
 STREAM_CONTEXT = _row("stream_context", None, READ, "GET /api/stream/{id}")

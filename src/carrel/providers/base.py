@@ -15,7 +15,7 @@ from carrel.errors import Unsupported
 from carrel.isolation.masks import Masks
 from carrel.models import Network, ProviderStatus
 from carrel.primitives.trees import Identity
-from carrel.providers.links import SupervisorLink, UnixLink
+from carrel.providers.links import LocalLink, SupervisorLink
 
 Handle = dict[str, str | int | float | bool | None]
 """Identifies a sandbox: a flat JSON object, which always has `provider`, `id` and `socket`."""
@@ -182,7 +182,7 @@ class Provider(ABC):
         """Return how the supervisor of a sandbox is reached: at a Unix socket, unless the provider says otherwise.
         Raises `PlatformError`.
         """
-        return UnixLink(str(handle["socket"]))
+        return LocalLink(str(handle["socket"]))
 
     @abstractmethod
     async def alive(self, handle: Handle) -> bool:
@@ -198,6 +198,11 @@ class Provider(ABC):
     async def running(self) -> list[str]:
         """Return the ids of all sandboxes that the provider knows, even if their start was cancelled."""
         return []
+
+    async def clean(self) -> None:  # noqa: B027 - most have nothing to remove
+        """Remove what a killed server left beside its sandboxes. Called at the start of a server, before the first
+        sandbox and while no other process uses the same directories.
+        """
 
     async def out_of_memory_kills(self, handle: Handle) -> int:
         """Return how many processes of this sandbox were killed for lack of memory; 0 when unknown."""

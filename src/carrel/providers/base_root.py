@@ -5,13 +5,16 @@ host's `/etc` that every sandbox sees. What else belongs into the root is mounte
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from carrel.isolation import image_root, inside, launchers, rootfs
 from carrel.isolation.staging import StagedMount
+from carrel.primitives.trees import remove_tree
 
 _NAMES = (inside.BUNDLE[1:], inside.CONTROL[1:], "sys/fs", "sys/fs/cgroup")
 """Further empty directories, for mounts."""
@@ -26,6 +29,8 @@ class BaseRoot:
     """What a sandbox on the host's programs has besides."""
     tools: tuple[StagedMount, ...]
     """What a sandbox on an image has besides."""
+    lock: int
+    """A descriptor that keeps other processes of the server from removing the directories."""
 
     @property
     def root(self) -> str:
@@ -43,6 +48,8 @@ def make(place: str, shared: Mapping[str, str]) -> BaseRoot:
     """
     root = f"{place}/root"
     os.makedirs(root, 0o755)
+    lock = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_SH)
     plan = rootfs.base_plan(rootfs.host_links(), names=_NAMES)
     binds = [step for step in plan if isinstance(step, rootfs.Bind)]
     rootfs.apply_plan([step for step in plan if not isinstance(step, rootfs.Bind | rootfs.Device)], root)
@@ -55,4 +62,19 @@ def make(place: str, shared: Mapping[str, str]) -> BaseRoot:
         place,
         (*(StagedMount(step.source, step.target) for step in binds), *tools, *pips),
         (own, *tools),
+        lock,
     )
+
+
+def remove_unused(roots: str) -> None:
+    """Remove the directories in `roots` of processes that are gone. Call it when no sandbox uses one. Blocking."""
+    with suppress(FileNotFoundError):  # none was made, or another process removes them now
+        for name in os.listdir(roots):
+            lock = os.open(os.path.join(roots, name), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove_tree(os.path.join(roots, name))
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(lock)

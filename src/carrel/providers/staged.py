@@ -90,10 +90,12 @@ class StagedProvider(Provider, Generic[Parts]):
 
     @cached_property
     def _lacking(self) -> str | None:
-        if (problem := self._not_installed()) is not None:
-            return problem
+        problem = self._not_installed()
         if os.geteuid() != 0:
-            return f"carrel does not run as root; run `carrel serve` as root to use the provider '{self.name}'"
+            words = f"the provider '{self.name}' needs root; run `carrel serve` as root"
+            return words if problem is None else f"{words}; also, {problem}"
+        if problem is not None:
+            return problem
         if "memory" not in probe.host().controllers:
             return "no cgroup for memory can be made on this host; run `carrel doctor`"
         return self._not_usable()
@@ -154,10 +156,9 @@ class StagedProvider(Provider, Generic[Parts]):
         return StagedParts(base, bundle.provide(self._bundles))
 
     def _remove_unused(self) -> None:
-        """Remove the roots that this server and those before it have made, once no sandbox is left. Blocking."""
-        if not os.listdir(self._sandboxes):
-            for name in os.listdir(self._roots):
-                remove_tree(os.path.join(self._roots, name))
+        """Remove the roots of servers that are gone, once no sandbox is left. Blocking."""
+        if not _names(self._sandboxes):
+            base_root.remove_unused(self._roots)
 
     # starting
 
@@ -257,10 +258,7 @@ class StagedProvider(Provider, Generic[Parts]):
         return isinstance(pid, int) and isinstance(started, int) and foreign_processes.runs(pid, started)
 
     async def running(self) -> list[str]:
-        try:
-            return sorted(await asyncio.to_thread(os.listdir, self._sandboxes))
-        except FileNotFoundError:
-            return []
+        return await asyncio.to_thread(_names, self._sandboxes)
 
     async def remove(self, handle: Handle) -> None:
         id = str(handle["id"])
@@ -280,13 +278,21 @@ class StagedProvider(Provider, Generic[Parts]):
     async def close(self) -> None:
         if self._preparing is not None:
             await asyncio.gather(self._preparing, return_exceptions=True)
-            with contextlib.suppress(FileNotFoundError):  # nothing was made
-                await asyncio.to_thread(self._remove_unused)
+            if not self._preparing.cancelled() and self._preparing.exception() is None:
+                os.close(self._preparing.result().base.lock)
+        await asyncio.to_thread(self._remove_unused)
         await self._stagers.close()
         self._groups.close()
         for folder in (self._sandboxes, self._roots):
             with contextlib.suppress(OSError):  # not there, or with what sandboxes that go on need
                 os.rmdir(folder)
+
+
+def _names(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except FileNotFoundError:
+        return []
 
 
 def write_order(place: str, text: str) -> str:

@@ -10,17 +10,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Awaitable
-from pathlib import Path
 
-import carrel
 from carrel.errors import PlatformError
 from carrel.isolation import staging
+from carrel.providers import own_processes
 
 _LONGEST_ERROR = 4096
-_CODE = "import sys; sys.path.insert(0, sys.argv[1]); from {} import main; main()"
 
 
 class Stagers:
@@ -65,13 +62,7 @@ class Stagers:
 
 
 async def _spawn(module: str) -> Process:
-    """Start a process. It has nothing of this process's environment, and none of its descriptors."""
-    source = str(Path(carrel.__file__).parent.parent)
-    words = (sys.executable, "-I", "-S", "-c", _CODE.format(module), source)
-    environment = {"PATH": os.defpath, "LANG": "C.UTF-8"}
-    return await asyncio.create_subprocess_exec(
-        *words, stdin=PIPE, stdout=DEVNULL, stderr=PIPE, env=environment, start_new_session=True, cwd="/"
-    )
+    return await own_processes.start(module, stdout=DEVNULL, stderr=PIPE)
 
 
 async def _failure(process: Process, program: str) -> str:

@@ -64,17 +64,20 @@ class EnvironmentStore:
 
         return await self._database.read(run)
 
-    async def used(self, name: str, at: float, holder: str | None = None) -> None:
-        """Record that an environment was used, and that `holder` holds it from now on."""
+    async def used(self, name: str, at: float, holder: str | None = None) -> bool:
+        """Record that an environment was used, and that `holder` holds it from now on; False if there is no such
+        environment.
+        """
 
-        def run(connection: Connection) -> None:
-            connection.execute(update(environments).where(self._is(name)).values(last_used_at=at))
-            if holder is not None:
+        def run(connection: Connection) -> bool:
+            known = connection.execute(update(environments).where(self._is(name)).values(last_used_at=at)).rowcount > 0
+            if known and holder is not None:
                 mine = self._held(holder, name)
                 if connection.execute(select(environment_uses.c.name).where(mine)).first() is None:
                     connection.execute(insert(environment_uses).values(node=self._node, holder=holder, name=name))
+            return known
 
-        await self._database.write(run)
+        return await self._database.write(run)
 
     async def copy_uses(self, origin: str, holder: str) -> None:
         """Let a forked context hold the environments of its origin."""

@@ -215,6 +215,8 @@ def _conditions(wanted: EventFilter) -> list[ColumnElement[bool]]:
         found.append(events.c.context_id == wanted.context_id)
     if wanted.session_id is not None:
         found.append(events.c.session_id == wanted.session_id)
+    if wanted.job_id is not None:
+        found.append(events.c.job_id == wanted.job_id)
     if wanted.kinds is not None:
         found.append(events.c.kind.in_([kind.value for kind in wanted.kinds]))
     if wanted.contexts is not None:

@@ -109,7 +109,15 @@ _live_contexts = Index("sessions_context", sessions.c.context_id, unique=True, s
 
 def declare_for_postgresql() -> None:
     """Complete the tables with options of PostgreSQL. Only for its users: SQLAlchemy imports its dialect for them."""
-    _live_contexts.dialect_options["postgresql"]["where"] = _live
+    partial = {
+        _live_contexts: _live,
+        _job_events: _of_job,
+        _job_keys: _keyed,
+        _job_expiry: _expires,
+        _job_webhooks: _told,
+    }
+    for index, where in partial.items():
+        index.dialect_options["postgresql"]["where"] = where
 
 
 Index("sessions_idempotency_key", sessions.c.idempotency_key, unique=True)
@@ -191,8 +199,11 @@ events = Table(
     Column("session_id", Words(64), nullable=True),
     Column("node", Words(255), nullable=False),
     Column("body", Text, nullable=False),
+    Column("job_id", Words(32), nullable=True),
 )
 Index("events_context", events.c.context_id, events.c.id)
+_of_job = events.c.job_id.is_not(None)
+_job_events = Index("events_job", events.c.job_id, events.c.id, sqlite_where=_of_job)
 
 # PostgreSQL: written in the transactions of what happened, and moved to `events` by one transaction at a time.
 staged_events = Table(
@@ -205,6 +216,7 @@ staged_events = Table(
     Column("session_id", Words(64), nullable=True),
     Column("node", Words(255), nullable=False),
     Column("body", Text, nullable=False),
+    Column("job_id", Words(32), nullable=True),
 )
 
 event_state = Table(
@@ -421,6 +433,65 @@ nodes = Table(
     Column("seen_at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
     Column("lease_s", Double, nullable=False, comment="seconds without a sign of life until it counts as gone"),
 )
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", Words(32), primary_key=True),
+    Column("namespace", Words(128), nullable=False),
+    Column("context_id", Words(128), nullable=False),
+    Column("own_workspace", Boolean, nullable=False),
+    Column("state", String(20), nullable=False),
+    Column("priority", Integer, nullable=False),
+    Column("attempt", Integer, nullable=False, comment="the number of the newest attempt"),
+    Column(
+        "fence", BigInteger, nullable=False, comment="grows with each owner; a write with an old one changes nothing"
+    ),
+    Column("created_at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
+    Column("queued_at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
+    Column("not_before", Double, nullable=False, comment="when it may start; seconds since 1970"),
+    Column("claimed_at", Double, nullable=True, comment="of the newest attempt; seconds since 1970"),
+    Column("due_at", Double, nullable=True, comment="when a timeout ends it while no server has it"),
+    Column("expires_at", Double, nullable=True, comment="when an ended job is removed"),
+    Column("owner", Words(128), nullable=True, comment="the server that runs it"),
+    Column("lease_until", Double, nullable=True, comment="seconds since 1970, by the clock of the database"),
+    Column("cancel", Boolean, nullable=False, comment="whether somebody cancelled it"),
+    Column("approval", Words(64), nullable=True, comment="that it waits for"),
+    Column("token_id", Words(64), nullable=True, comment="of its submitter; null for the administrator's own"),
+    Column("subject", Words(255), nullable=False),
+    Column("idempotency_key", String(64), nullable=True),
+    Column("webhook", Double, nullable=True, comment="when the webhook is told next; null: never"),
+    Column("request", JSON, nullable=False),
+    Column("facts", JSON, nullable=False, comment="what became of it; see control/jobs/lifecycle.py"),
+)
+Index("jobs_queue", jobs.c.state, jobs.c.namespace, jobs.c.priority.desc(), jobs.c.queued_at, jobs.c.id)
+Index("jobs_page", jobs.c.created_at, jobs.c.id)
+Index("jobs_context", jobs.c.context_id, jobs.c.created_at, jobs.c.id)
+Index("jobs_claimed", jobs.c.namespace, jobs.c.claimed_at)
+_keyed, _expires, _told = (each.is_not(None) for each in (jobs.c.idempotency_key, jobs.c.expires_at, jobs.c.webhook))
+_job_keys = Index("jobs_key", jobs.c.idempotency_key, unique=True, sqlite_where=_keyed)
+_job_expiry = Index("jobs_expiry", jobs.c.expires_at, sqlite_where=_expires)
+_job_webhooks = Index("jobs_webhook", jobs.c.webhook, sqlite_where=_told)
+
+job_output = Table(
+    "job_output",
+    metadata,
+    Column("job_id", Words(32), primary_key=True),
+    Column("attempt", Integer, primary_key=True),
+    Column("start", BigInteger, primary_key=True, comment="offset of the first byte"),
+    Column("stream", String(8), nullable=False),
+    Column("data", LargeBinary, nullable=False, comment="without secrets"),
+    Column("raw", BigInteger, nullable=False, comment="offset after it in the output of the sandbox, with secrets"),
+)
+
+job_artifacts = Table(
+    "job_artifacts",
+    metadata,
+    Column("job_id", Words(32), primary_key=True),
+    Column("files", JSON, nullable=False),
+    Column("truncated", Boolean, nullable=False),
+)
+
 revoked_nodes = Table(
     "revoked_nodes",
     metadata,

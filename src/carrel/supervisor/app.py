@@ -40,6 +40,7 @@ from carrel.supervisor.secrets import SandboxSecrets
 _DEFAULT_LIMIT, _MAX_LIMIT = 10 * 1024 * 1024, 100 * 1024 * 1024
 ROUNDS = 8
 """How often `warm` runs a command. The interpreter specializes a function after 8 calls."""
+_HEARTBEATS = "/tmp/.carrel-heartbeat-"
 _OWN_ID = re.compile(r"k[A-Za-z0-9_-]{7,63}")
 
 
@@ -200,6 +201,9 @@ class Supervisor:
         if name is not None and not (isinstance(name, str) and _OWN_ID.fullmatch(name)):
             raise InvalidRequest("'id' must be a 'k' and 7 to 63 letters, digits, '_', '-'", field="id")
         merged = {**self._env, **env}
+        heartbeat = None if name is None else f"{_HEARTBEATS}{name}"
+        if heartbeat is not None:
+            merged["CARREL_HEARTBEAT"] = heartbeat
         if self._venv and "VIRTUAL_ENV" not in merged and os.path.lexists(f"{environment.VENV}/bin/python"):
             merged["VIRTUAL_ENV"] = environment.VENV
         if size is not None:
@@ -218,6 +222,7 @@ class Supervisor:
             terminal=terminal,
             attached=bool(body.get("attached")),
             id=name,
+            heartbeat=heartbeat,
         )
 
     async def _begin(self, body: Json) -> SupervisedCommand:

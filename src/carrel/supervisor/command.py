@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import stat
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from carrel.errors import InvalidRequest
 from carrel.supervisor.output import CommandOutput
@@ -30,6 +32,37 @@ class Order:
     attached: bool = False
     """One caller reads the output while the command runs: it is not kept, and stops are reported, as by Ctrl-Z."""
     id: str | None = None
+    heartbeat: str | None = None
+    """The file in which the command says how far it is, see `Progress`."""
+
+
+class Progress(NamedTuple):
+    """What a command said last about its progress. `beat` changes each time that it says something."""
+
+    text: str
+    beat: int
+
+
+_MOST_PROGRESS, _LONGEST_PROGRESS = 1024, 200
+
+
+def read_progress(path: str) -> Progress | None:
+    """Return what the file says; None if it says nothing. Only the first bytes of a regular file are read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            return None
+        text = os.read(descriptor, _MOST_PROGRESS).decode(errors="replace")
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    shown = "".join(c if c.isprintable() else " " for c in text).strip()[:_LONGEST_PROGRESS]
+    return Progress(shown, max(0, facts.st_mtime_ns))
 
 
 @dataclass(eq=False)
@@ -55,6 +88,7 @@ class SupervisedCommand:
     slave_fd: int = -1
     deadline: asyncio.TimerHandle | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)  # its first process is known, or there is none
+    progress: Progress | None = None
     input_lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one writer of its input at a time
 
     @property
@@ -77,8 +111,23 @@ class SupervisedCommand:
         """Return the milliseconds from start to end, or until now."""
         return round(((self.ended or time.monotonic()) - self.started) * 1000, 3)
 
+    def look_at_progress(self) -> None:
+        """Read what the command says about its progress."""
+        if self.order.heartbeat is not None:
+            self.progress = read_progress(self.order.heartbeat) or self.progress
+
+    def end_progress(self) -> None:
+        """Read it for the last time, and remove its file."""
+        if self.order.heartbeat is not None:
+            self.look_at_progress()
+            with suppress(OSError):
+                os.unlink(self.order.heartbeat)
+
     def info(self) -> dict[str, Any]:
         code, name = exit_of(self.status)
+        if self.running:
+            self.look_at_progress()
+        said = {} if self.progress is None else self.progress._asdict()
         return {
             "id": self.id,
             "command": self.order.command,
@@ -92,6 +141,8 @@ class SupervisedCommand:
             "timed_out": self.timed_out,
             "output_bytes": len(self.output),
             "dropped_bytes": self.output.dropped,
+            "progress": said.get("text"),
+            "beat": said.get("beat"),
         }
 
 

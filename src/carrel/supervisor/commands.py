@@ -365,6 +365,7 @@ class Commands:
     def _finish(self, command: SupervisedCommand, status: int) -> None:
         if not command.running:
             return
+        command.end_progress()
         # The last output of the command is still in the pipes. Processes that it left behind must not delay its end.
         for descriptor in list(command.readers):
             left = LAST_DRAIN

@@ -29,6 +29,7 @@ from typing import Any
 
 from carrel.errors import InvalidRequest
 from carrel.primitives import tasks
+from carrel.primitives.keepalive import notice_loss
 from carrel.primitives.spiffe import SpiffeId, Svid, require_peer, server_context
 from carrel.primitives.tls_listener import TlsListener
 from carrel.supervisor import app, lent_directory
@@ -186,6 +187,7 @@ class _ServerConnection(HttpConnection):
             return
         assert isinstance(transport, asyncio.Transport)
         self._to = transport
+        notice_loss(transport)
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:

@@ -90,6 +90,7 @@ async def test_a_server_that_did_not_start_it_finds_and_removes_a_container(harn
         other = harness.make_provider()
         try:
             assert await other.running() == [box.handle["id"]]
+            await other.clean()
             assert not (tmp_path / "run/docker/stray").exists()
             assert ((await other.resources([box.handle]))[str(box.handle["id"])].memory_bytes or 0) > 1 << 20
             # As the recovery of a server does it, which has only the id.

@@ -168,6 +168,15 @@ async def test_a_slot_ends_with_its_server_and_cannot_be_claimed_by_another(harn
     await harness.provider.remove(slot)
 
 
+async def test_a_container_that_is_removed_before_it_gets_its_mounts_has_ended(harness, docker):
+    launch = harness.launch()
+    slot = await slot_of(harness, launch)
+    words = ["docker", "--host", f"unix://{docker.socket}", "rm", "-f", docker.objects()[0]]
+    subprocess.run(words, check=True, capture_output=True)
+    with pytest.raises(PlatformError, match="ended as soon as it had started"):
+        await harness.provider.claim(slot, launch)
+
+
 async def test_a_slot_that_nobody_claimed_ends_with_its_provider(harness):
     provider = harness.make_provider()
     launch = harness.launch()
@@ -222,7 +231,7 @@ from carrel.providers import control_directory
 from carrel.providers.docker import late_parts, masking
 from carrel.providers.docker.engine import Engine
 from carrel.providers.docker.provider import DockerProvider
-from carrel.providers.links import UnixLink
+from carrel.providers.links import LocalLink
 
 run, bundles, socket, workspace, step = sys.argv[1:]
 
@@ -256,7 +265,7 @@ async def main():
     launch = Launch("owner", workspace, Network.ALLOWLIST, memory_mb=128, masks=masks)
     slot = await provider.start_slot(replace(provider.slot_for(launch), id="slot-1"))
     handle = await provider.claim(slot, launch)
-    connection = SupervisorConnection(UnixLink(handle["socket"]))
+    connection = SupervisorConnection(LocalLink(handle["socket"]))
     body = {"command": "until test -e go; do sleep 0.05; done; echo done", "timeout": 300}
     info = await connection.request_json("POST", "/commands", body)
     print(json.dumps([handle, info["id"]]), flush=True)

@@ -49,6 +49,8 @@ STEPS: list[tuple[object, str]] = [
 ]
 """The steps of starting and claiming a slot, in their order."""
 _UNTIL_CLAIMED = 8
+SLOT = os.environ.setdefault("CARREL_TESTS_SLOT", f"slot-{os.getpid()}")
+"""The groups of a sandbox are found by its id, whoever has made them: so two runs must not use the same."""
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ async def opened(place: Path) -> AsyncIterator[GvisorProvider]:
 async def start_slot(of: GvisorProvider, wanted: Launch) -> Handle:
     slot = of.slot_for(wanted)
     assert slot is not None
-    return await of.start_slot(replace(slot, id="slot-1"))
+    return await of.start_slot(replace(slot, id=SLOT))
 
 
 def processes(id: str) -> list[int]:
@@ -97,7 +99,7 @@ async def test_an_owner_gets_a_slot_with_everything_of_its_own(place: Path) -> N
     wanted = launch(place, env={"MINE": "yes"}, memory_mb=256, cpus=0.5, processes=40, disk_mb=1)
     async with opened(place) as gvisor:
         slot = await start_slot(gvisor, wanted)
-        assert slot["id"] == "slot-1" and slot["socket"] == "" and await gvisor.alive(slot)
+        assert slot["id"] == SLOT and slot["socket"] == "" and await gvisor.alive(slot)
         handle = await gvisor.claim(slot, wanted)
         with pytest.raises(PlatformError, match="not a slot of this server"):
             await gvisor.claim(slot | {"id": "slot-2"}, wanted)
@@ -108,7 +110,7 @@ async def test_an_owner_gets_a_slot_with_everything_of_its_own(place: Path) -> N
             )
             assert said.stdout == "content of notecontent of keep/fileyes\n2048\n1000\n40\n"
             assert (place / "ws/new").stat().st_uid == SANDBOX_OWNER
-            limits = [path.read_text() for group, _ in groups.find("slot-1") for path in Path(group).glob("cpu.*")]
+            limits = [path.read_text() for group, _ in groups.find(SLOT) for path in Path(group).glob("cpu.*")]
             assert any(each in {"50000\n", "50000 100000\n"} for each in limits)
             for denied in ("cat .env", "cat a.pem", "cat /etc/hostname", "wget x", "echo > keep/file", "mv keep kept"):
                 assert (await box.run(denied)).exit_code != 0, denied
@@ -214,13 +216,13 @@ def test_a_sandbox_from_a_slot_outlives_its_server(place: Path) -> None:
 
     async def adopt() -> None:
         async with opened(place) as gvisor:
-            assert await gvisor.running() == ["slot-1"] and await gvisor.alive(handle)
+            assert await gvisor.running() == [SLOT] and await gvisor.alive(handle)
             box = Running(handle, "")
             assert (await box.run("cat note")).stdout == "content of note"
             assert (await box.run("cat .env")).exit_code != 0
             box.connection.close()
             await gvisor.remove(handle)
-            assert not processes("slot-1") and not list(groups.find("slot-1"))
+            assert not processes(SLOT) and not list(groups.find(SLOT))
 
     asyncio.run(adopt())
 
@@ -232,18 +234,18 @@ def test_nothing_is_left_of_a_server_that_is_killed_at_a_step(place: Path, reque
 
     async def recover(index: int) -> None:
         if index < _UNTIL_CLAIMED:  # nobody has claimed it: it ends by itself
-            await until(lambda: asyncio.ensure_future(gone("slot-1")), what=f"the end of the slot, step {index}")
+            await until(lambda: asyncio.ensure_future(gone(SLOT)), what=f"the end of the slot, step {index}")
         async with opened(place) as gvisor:
-            assert await gvisor.running() == ["slot-1"]
-            await gvisor.remove({"provider": "gvisor", "id": "slot-1", "socket": ""})
+            assert await gvisor.running() == [SLOT]
+            await gvisor.remove({"provider": "gvisor", "id": SLOT, "socket": ""})
             assert await gvisor.running() == []
-        assert not processes("slot-1") and not list(groups.find("slot-1"))
+        assert not processes(SLOT) and not list(groups.find(SLOT))
 
     for step in chosen:
         assert in_a_server_that_dies(place, step) is None
         asyncio.run(recover(step))
         assert mounts(place) == []
-        assert os.listdir(place / "run/gvisor") == []
+        assert not (place / "run/gvisor").exists()
         assert sorted(os.listdir(place / "ws")) == [".env", "a.pem", "keep", "note"]
 
 

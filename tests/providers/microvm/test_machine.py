@@ -18,6 +18,8 @@ from carrel.providers.base import Launch
 from carrel.testing.harness import Running, workspaces_in
 
 DISK_MB, SLOW_S = 4, 120
+ID = f"machine-{os.getpid()}"
+"""Groups are found by the id of a sandbox, on the whole host: two runs of these tests need two."""
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def ground(tmp_path_factory, bundles):
     async def start():
         first = provider()
         launch = Launch(
-            "machine",
+            ID,
             workspaces_in(str(place / "ws"))("eph-machine"),
             Network.ALLOWLIST,
             cpus=1,
@@ -56,8 +58,8 @@ def ground(tmp_path_factory, bundles):
     launch, handle = asyncio.run(start())
     yield provider, launch, handle
     asyncio.run(remove(handle))
-    assert not list(groups.find("machine"))
-    assert not os.listdir(place / "run" / "microvm")
+    assert not list(groups.find(ID))
+    assert not [each for each in (place / "run").rglob("*") if not each.is_dir()]
 
 
 @pytest.fixture
@@ -69,7 +71,7 @@ async def machine(ground):
 
 def processes():
     """The keeper, the file server and QEMU, by their names."""
-    pids = {pid for group, _ in groups.find("machine") for pid in groups.processes(group)}
+    pids = {pid for group, _ in groups.find(ID) for pid in groups.processes(group)}
     names = {"keeper": "python", "server": "virtiofsd", "machine": "qemu"}
     found = {
         name: [pid for pid in pids if word in os.path.basename(os.readlink(f"/proc/{pid}/exe"))]
@@ -160,8 +162,8 @@ def test_its_programs_are_confined(ground):
 
 async def test_another_server_finds_it_and_what_it_does(machine, ground):
     provider = ground[0]()
-    assert await provider.alive(ground[2]) and await provider.running() == ["machine"]
-    used = (await provider.resources([ground[2]]))["machine"]
+    assert await provider.alive(ground[2]) and await provider.running() == [ID]
+    used = (await provider.resources([ground[2]]))[ID]
     assert (used.memory_bytes or 0) > 64 << 20 and (used.cpu_s or 0) > 0
     command = await machine.start("sleep 0.1; echo done")
     again = Running(ground[2], machine.workspace)

@@ -17,6 +17,7 @@ from carrel.client._async.envs import AsyncEnvironments
 from carrel.client._async.events import follow_events
 from carrel.client._async.filespace import AsyncFilespace
 from carrel.client._async.images import AsyncImages, OnImageProgress
+from carrel.client._async.jobs import AsyncJobs
 from carrel.client._async.policies import AsyncPolicy
 from carrel.client._async.sandbox import AsyncSandbox
 from carrel.client._async.secrets import AsyncSecrets
@@ -70,6 +71,7 @@ class AsyncClient:
         self.audit = AsyncAudit(self._connection)
         self.envs = AsyncEnvironments(self._connection)
         self.images = AsyncImages(self._connection)
+        self.jobs = AsyncJobs(self._connection)
         self.python = AsyncStatelessPython(self._connection)
         self.tokens = AsyncTokens(self._connection)
 

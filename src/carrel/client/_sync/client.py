@@ -18,6 +18,7 @@ from carrel.client._sync.envs import Environments
 from carrel.client._sync.events import follow_events
 from carrel.client._sync.filespace import Filespace
 from carrel.client._sync.images import Images, OnImageProgress
+from carrel.client._sync.jobs import Jobs
 from carrel.client._sync.policies import Policy
 from carrel.client._sync.sandbox import Sandbox
 from carrel.client._sync.secrets import Secrets
@@ -71,6 +72,7 @@ class Client:
         self.audit = Audit(self._connection)
         self.envs = Environments(self._connection)
         self.images = Images(self._connection)
+        self.jobs = Jobs(self._connection)
         self.python = StatelessPython(self._connection)
         self.tokens = Tokens(self._connection)
 

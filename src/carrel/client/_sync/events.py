@@ -27,12 +27,14 @@ def follow_events(
     after: int | None,
     *,
     follow: bool,
+    job: str | None = None,
 ) -> Iterator[EventInfo]:
     """Yield events. The first connection must succeed; a later failure is repaired, unless the server refuses."""
     kind = None if kinds is None else ",".join([kinds] if isinstance(kinds, str) else kinds)
     position, connected, backoff = after, False, Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S)
     while True:
-        query = {"context_id": context, "kind": kind, "after": position, "follow": None if follow else "false"}
+        query = {"context_id": context, "job": job, "kind": kind, "after": position}
+        query["follow"] = None if follow else "false"
         try:
             with closing(_messages(connection, query)) as messages:
                 for id, event in messages:

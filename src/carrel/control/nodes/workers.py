@@ -63,6 +63,7 @@ class _Field(IntEnum):
     CONNECTIONS = 2
     SANDBOXES = 3
     ADOPTED = 4
+    PLACES = 5
 
 
 class WorkerTable:
@@ -123,6 +124,13 @@ class WorkerTable:
 
     def set_sandboxes(self, worker: int, count: int) -> None:
         self._set(_Field.SANDBOXES, worker, count)
+
+    def places(self, worker: int) -> int:
+        """Return how many places for sandboxes a worker takes, those of sandboxes that start included."""
+        return self._get(_Field.PLACES, worker)
+
+    def set_places(self, worker: int, count: int) -> None:
+        self._set(_Field.PLACES, worker, count)
 
     def adopted(self) -> int:
         """Return how many running sandboxes of a former server the workers found."""
@@ -208,6 +216,17 @@ class Worker:
             await asyncio.sleep(_POLL_S)
         return bool(answers)
 
+    def places_of_others(self) -> int:
+        """Return how many places for sandboxes the other workers take."""
+        if self.table is None:
+            return 0
+        return sum(self.table.places(each) for each in range(self.count) if each != self.index)
+
+    def tell_places(self, count: int) -> None:
+        """Tell the other workers how many places this one takes."""
+        if self.table is not None:
+            self.table.set_places(self.index, count)
+
     def announce(self, what: SharedChange) -> None:
         """Tell the other workers of a change that is committed."""
         if self.table is not None:
@@ -265,5 +284,8 @@ class OtherWorkers:
         """Follow the changes until cancelled, also without requests."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            if self.changed:
-                await self.follow()
+            try:
+                if self.changed:
+                    await self.follow()
+            except Exception:
+                log.exception("changes of other workers cannot be read; it is tried again")

@@ -44,10 +44,17 @@ class CommandEnds:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def watch_command(self, box: LiveSandbox, started: EventKind, command_id: str, record: int | None) -> None:
-        """Watch a command of the sandbox by its id."""
+    def watch_command(
+        self,
+        box: LiveSandbox,
+        started: EventKind,
+        command_id: str,
+        record: int | None,
+        end: Callable[[], Awaitable[CommandInfo]] | None = None,
+    ) -> None:
+        """Watch a command of the sandbox by its id, unless somebody else does it and `end` returns its end."""
         what: dict[str, object] = {"command_id": command_id, "record": record}
-        self.watch(box, started, what, lambda: box.connection.command_end(command_id))
+        self.watch(box, started, what, end or (lambda: box.connection.command_end(command_id)))
 
     async def adopt(self, box: LiveSandbox) -> None:
         """Watch the commands that were started before this server: those whose start is in the log, and no end."""

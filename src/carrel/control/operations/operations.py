@@ -179,10 +179,11 @@ class SandboxOperations(ABC, Generic[C]):
         *,
         attended: bool = False,
         attached: bool = False,
+        end: Callable[[], Awaitable[CommandInfo]] | None = None,
     ) -> CommandInfo:
         """Start a command in the background. `attended`: the caller reads the output until the end. Then a request
         without a deadline gets the deadline of the sandbox; otherwise only the one of the policy. `attached`: its
-        output is passed on to one reader and not kept.
+        output is passed on to one reader and not kept. `end` returns when it has ended; else the sandbox is asked.
         """
         async with self.enter(caller, name, op.START_COMMAND, asked(request)) as (box, traffic):
             await self._wait_for_packages(box)
@@ -193,7 +194,7 @@ class SandboxOperations(ABC, Generic[C]):
             if request.stdin is not None:
                 traffic.count_in(size_of(request.stdin))
             info = await box.connection.start_command(body)
-            self.started(caller, box, traffic, op.START_COMMAND, info)
+            self.started(caller, box, traffic, op.START_COMMAND, info, end)
             return await self._clean_info(box, info)
 
     async def list_commands(self, caller: C, name: str) -> CommandList:
@@ -342,11 +343,19 @@ class SandboxOperations(ABC, Generic[C]):
         info.oom_killed = await for_memory(box, info)
         return clean_info(await self._redactor(box.record.owner), info)
 
-    def started(self, caller: C, box: LiveSandbox, traffic: Traffic, operation: Operation, info: CommandInfo) -> None:
+    def started(
+        self,
+        caller: C,
+        box: LiveSandbox,
+        traffic: Traffic,
+        operation: Operation,
+        info: CommandInfo,
+        end: Callable[[], Awaitable[CommandInfo]] | None = None,
+    ) -> None:
         """Let the event log know a command in the background, and later its end."""
         traffic.told = {"command_id": info.id}
         if isinstance(caller, Caller) and operation.event is not None:
-            self._ends.watch_command(box, operation.event, info.id, traffic.record)
+            self._ends.watch_command(box, operation.event, info.id, traffic.record, end)
 
     async def conclude(self, box: LiveSandbox, traffic: Traffic, result: R) -> R:
         """Count the bytes of a result and remove secrets from it."""

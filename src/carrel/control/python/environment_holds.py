@@ -33,10 +33,12 @@ class EnvironmentHolds(Attachment):
     def of(self, name: str) -> set[str]:
         return self.holders.get(name, set())
 
-    async def hold(self, name: str, holder: str, at: float) -> None:
-        """Record that an environment is held, and was used at that time."""
-        await self._store.used(name, at, holder)
+    async def hold(self, name: str, holder: str, at: float) -> bool:
+        """Record that an environment is held, and was used at that time; False if there is no such environment."""
+        if not await self._store.used(name, at, holder):
+            return False
         self.holders.setdefault(name, set()).add(holder)
+        return True
 
     async def release(self, name: str, holder: str) -> bool:
         """Release an environment; return whether it was held."""

@@ -358,12 +358,14 @@ class Environments:
         for _ in range(3):
             record = await find()
             async with self._holds.lock:
-                if record.name not in self._known or not self._storage.has(record.name):
+                if record.name not in self._known:
                     continue  # it was removed meanwhile
                 now = time.time()
                 record = self._known[record.name]
                 if holder not in self._holds.of(record.name) or now - record.last_used_at > USED_S:
-                    await self._holds.hold(record.name, holder, now)
+                    if not await self._holds.hold(record.name, holder, now):
+                        self._known.pop(record.name, None)
+                        continue  # another worker removed it meanwhile
                     record = self._known[record.name] = replace(record, last_used_at=now)
                 return record
         raise PlatformError("the environment is removed as often as it is built", hint="the disk may be full")

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from blake3 import blake3
 
 from carrel.control.supervisor.client import SupervisorClient
-from carrel.errors import PlatformError
+from carrel.errors import DatabaseUnavailable, PlatformError
 from carrel.models import SandboxInfo, State
 from carrel.primitives.cache import Cache
 from carrel.providers import Masks
@@ -123,9 +123,11 @@ class LiveSandbox:
     def check_lease(self) -> None:
         """Raise when another server may have the session by now."""
         if time.monotonic() > self.leased_until:
-            raise PlatformError(
+            raise DatabaseUnavailable(
                 f"the lease on session {self.record.id} could not be renewed in time",
                 hint="the database may be out of reach; ask again",
+                retry=True,
+                retry_after=1,
             )
 
 
@@ -141,6 +143,8 @@ class LiveSandboxes:
     def __init__(self) -> None:
         self._by_id: dict[str, LiveSandbox] = {}
         self._by_context: dict[str, str] = {}
+        self.on_change: list[Callable[[], None]] = []
+        """Called when a sandbox was added or removed."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -171,6 +175,11 @@ class LiveSandboxes:
         self._by_id[box.record.id] = box
         if box.record.context_id is not None:
             self._by_context[box.record.context_id] = box.record.id
+        self._changed()
+
+    def _changed(self) -> None:
+        for notify in self.on_change:
+            notify()
 
     def has(self, box: LiveSandbox) -> bool:
         """Whether this instance is still registered."""
@@ -186,6 +195,7 @@ class LiveSandboxes:
             del self._by_id[box.record.id]
             if box.record.context_id is not None:
                 self._by_context.pop(box.record.context_id, None)
+            self._changed()
 
 
 def info_of(record: SessionRecord, live: LiveSandboxes, last_activity_at: float | None = None) -> SandboxInfo:

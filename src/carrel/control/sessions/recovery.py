@@ -111,6 +111,7 @@ async def _end_strays(providers: Mapping[str, Provider], keep: set[tuple[str, st
             if (provider.name, name) in keep:
                 continue
             await _remove(provider, name)
+        await provider.clean()
 
 
 async def _remove(provider: Provider, name: str) -> None:

@@ -10,20 +10,16 @@ import base64
 import itertools
 import json
 import os
-import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
-import carrel
 from carrel.errors import PlatformError
 from carrel.isolation import mask_process, masks
 from carrel.isolation.masks import Masks
-from carrel.providers import control_directory
+from carrel.providers import control_directory, own_processes
 
 DEADLINE_S = 60.0
-_CODE = f"import sys; sys.path.insert(0, sys.argv[1]); from {mask_process.__name__} import main; main()"
 
 
 class Masking:
@@ -76,12 +72,7 @@ class Masking:
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 await self._ended()
-                source = str(Path(carrel.__file__).parent.parent)
-                words = (sys.executable, "-I", "-S", "-c", _CODE, source)
-                environment = {"PATH": os.defpath, "LANG": "C.UTF-8"}
-                self._process = await asyncio.create_subprocess_exec(
-                    *words, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment, start_new_session=True, cwd="/"
-                )
+                self._process = await own_processes.start(mask_process.__name__, stdout=PIPE, stderr=DEVNULL)
                 self._reading = asyncio.create_task(self._read(self._process))
             return self._process
 

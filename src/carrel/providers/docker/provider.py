@@ -236,14 +236,14 @@ class DockerProvider(Provider):
             with Sandbox(slot.supervisor.pid, slot.started) as sandbox:
                 change(sandbox)
 
+        name = self._name(slot.launch.id)
         try:
             await run_to_end(work)
-        except ProcessLookupError:
-            raise PlatformError(f"container {self._name(slot.launch.id)} ended as soon as it had started") from None
         except OSError as error:
-            raise PlatformError(
-                f"the mounts of container {self._name(slot.launch.id)} cannot be changed: {error}"
-            ) from error
+            # The daemon removes the files of a container that has ended, so any path may be missing in its root.
+            if isinstance(error, ProcessLookupError) or not foreign_processes.runs(slot.supervisor.pid, slot.started):
+                raise PlatformError(f"container {name} ended as soon as it had started") from error
+            raise PlatformError(f"the mounts of container {name} cannot be changed: {error}") from error
 
     async def _user(self, launch: Launch) -> str:
         """Return the name of the agent in its image. Raises `Unsupported` for what cannot be a container."""
@@ -308,9 +308,12 @@ class DockerProvider(Provider):
             return []
         filters = json.dumps({"label": [f"{containers.INSTANCE}={self._instance}"]})
         found = await self._engine.get("/containers/json", all="true", filters=filters) or ()
-        ids = [str(each["Labels"][containers.SANDBOX]) for each in found]
-        await asyncio.to_thread(self._remove_strays, {self._key(id) for id in (*ids, *self._starting)})
-        return ids
+        return [str(each["Labels"][containers.SANDBOX]) for each in found]
+
+    async def clean(self) -> None:
+        if os.path.isdir(self._folder) and await asyncio.to_thread(self.missing) is None:
+            keep = {self._key(id) for id in (*await self.running(), *self._starting)}
+            await asyncio.to_thread(self._remove_strays, keep)
 
     def _remove_strays(self, keep: set[str]) -> None:
         """Remove control directories without a container: a server was killed between the two."""
@@ -410,14 +413,16 @@ async def _to_its_end(request: Coroutine[Any, Any, object]) -> None:
 
 def _look_at(path: str) -> tuple[str | None, dict[str, Any]]:
     """Return why sandboxes cannot be containers of this daemon, and what it says about itself."""
+    needs_root = "carrel has to run as root to use Docker: the files of workspaces belong to the user of the agents"
+    root = os.geteuid() == 0
     if not os.path.exists(path):
-        return (
+        words = (
             f"there is no Docker daemon at {path}: install Docker (Debian: docker.io) or podman and start its service, "
-            "or set CARREL_DOCKER_SOCKET to its socket",
-            {},
+            "or set CARREL_DOCKER_SOCKET to its socket"
         )
-    if os.geteuid() != 0:
-        return "carrel has to run as root to use Docker: the files of workspaces belong to the user of the agents", {}
+        return (words if root else f"{needs_root}; also, {words}"), {}
+    if not root:
+        return needs_root, {}
     try:
         info = probe(path)
     except (OSError, ValueError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -129,11 +129,15 @@ class KubernetesApi:
             raise ProviderUnavailable(f"the token for Kubernetes cannot be read: {error}") from error
         content = None if body is None else json.dumps(body, separators=(",", ":")).encode()
         timeout = httpx.Timeout(REQUEST_S, read=patience)
+        request = self._client.build_request(
+            method, path, params=dict(query), content=content, headers=headers, timeout=timeout
+        )
         try:
-            async with self._client.stream(
-                method, path, params=dict(query), content=content, headers=headers, timeout=timeout
-            ) as response:
+            response = await _to_its_end(self._client.send(request, stream=True))
+            try:
                 yield response
+            finally:
+                await response.aclose()
         except httpx.HTTPError as error:
             raise ProviderUnavailable(
                 f"the Kubernetes API cannot be reached: {type(error).__name__}: {error}"[:500],
@@ -144,6 +148,20 @@ class KubernetesApi:
         if self._client is not None:
             await self._client.aclose()
             self._client = None
+
+
+async def _to_its_end(sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+    """Wait for the head of an answer, also when the caller is cancelled: httpcore would leave a connection open that is
+    cancelled in its handshake.
+    """
+    task = asyncio.ensure_future(sending)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        if not task.cancelled() and task.exception() is None:
+            await task.result().aclose()
+        raise
 
 
 async def _bounded(response: httpx.Response) -> bytes:

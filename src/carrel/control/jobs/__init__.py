@@ -1,0 +1,1 @@
+"""Jobs: accepted durably, run in sandboxes, and brought to a visible end whatever dies meanwhile."""

@@ -1,0 +1,646 @@
+"""Runs the jobs of one server: claims them from the queue, follows them, and writes how they ended.
+
+Whatever dies, a job is found again: by its server after a restart, or by another one when its lease has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from carrel.config import JobSettings
+from carrel.control.governance.open_requests import OpenRequests
+from carrel.control.jobs import lifecycle
+from carrel.control.jobs.executor import JobExecutor, PersonNeeded, Work
+from carrel.control.jobs.lifecycle import JobOutcome
+from carrel.control.jobs.watch import JobWatch
+from carrel.control.nodes.workers import Worker, server_of
+from carrel.errors import (
+    CarrelError,
+    Denied,
+    LimitExceeded,
+    NodeUnreachable,
+    NotRunning,
+    PlatformError,
+    RunsElsewhere,
+    SandboxLost,
+    Unauthorized,
+)
+from carrel.identity import ROOT, Tokens
+from carrel.metrics import Metrics
+from carrel.models import JobRequest, JobState, JobWorkspace
+from carrel.primitives import tasks
+from carrel.primitives.backoff import Backoff
+from carrel.store.jobs import Decide, JobFacts, JobRecord, JobStep, JobStore, OutputPiece
+
+log = logging.getLogger("carrel.jobs")
+
+FLUSH_S = 0.5
+"""How often output and progress of a running job are written."""
+LOOK_S = 1.0
+SHARED_LOOK_S = 0.3
+"""How often a server looks for jobs that others submitted, and for what nobody tells it."""
+GATHER_S = 0.005
+"""While many jobs run, so long others may end too before new ones are claimed."""
+AGAIN_S = 2.0
+"""The pause of a job that could not start for want of room, or because its sandbox was just ending."""
+RECENT_S = 60.0
+MOST_HELD = 4 * 1024 * 1024
+"""Bytes of output of one job in memory, at which it is written before more is read."""
+PIECE = 256 * 1024
+CLOSING_S = 5.0
+
+
+class _Run:
+    """One attempt that this server runs."""
+
+    def __init__(self, work: Work, now: float):
+        self.work = work
+        self.claimed = time.monotonic()
+        self.began = self.claimed
+        self.task: asyncio.Task[None] | None = None
+        self.stop: JobOutcome | None = None
+        """How it ends because it is stopped."""
+        self.stopping = asyncio.Event()
+        self.fenced = False
+        """Whether another server may have the job by now."""
+        self.pieces: list[OutputPiece] = []
+        self.held = 0
+        self.length = work.record.facts.output
+        self.raw = work.record.facts.raw
+        self.last_sign = time.monotonic()
+        self.listened = self.last_sign
+        self.beat: int | None = None
+        self.facts: dict[str, Any] = {}
+        """What is to be written about it."""
+        self.started_at = now
+        self.artifacts: dict[str, Any] | None = None
+
+    @property
+    def record(self) -> JobRecord:
+        return self.work.record
+
+    def end_with(self, outcome: JobOutcome) -> None:
+        """Stop it. The first reason holds."""
+        if self.stop is None:
+            self.stop = outcome
+            self.stopping.set()
+
+    def take(self, stream: str, data: bytes, raw: int) -> None:
+        """Keep a piece of output until it is written."""
+        self.raw += raw
+        if not data:
+            return
+        last = self.pieces[-1] if self.pieces else None
+        if last is not None and last.stream == stream and len(last.data) + len(data) <= PIECE:
+            self.pieces[-1] = OutputPiece(last.start, stream, last.data + data, self.raw)
+        else:
+            self.pieces.append(OutputPiece(self.length, stream, data, self.raw))
+        self.length += len(data)
+        self.held += len(data)
+        self.last_sign = time.monotonic()
+
+    def taken(self) -> list[OutputPiece]:
+        """Return the output that is not written yet; it is written now."""
+        pieces, self.pieces, self.held = self.pieces, [], 0
+        return pieces
+
+
+class JobRunner:
+    """The jobs that run on this server."""
+
+    def __init__(
+        self,
+        settings: JobSettings,
+        store: JobStore,
+        executor: JobExecutor,
+        tokens: Tokens,
+        requests: OpenRequests,
+        metrics: Metrics,
+        watch: JobWatch,
+        worker: Worker,
+        lease_s: float,
+    ):
+        self._settings = settings
+        self._store = store
+        self._executor = executor
+        self._tokens = tokens
+        self._requests = requests
+        self._metrics = metrics
+        self._watch = watch
+        self._worker = worker
+        self._node = worker.name
+        self._at_once = max(1, worker.share(settings.at_once))
+        self._lease_s = lease_s
+        self._runs: dict[str, _Run] = {}
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._loops: list[asyncio.Task[None]] = []
+
+    async def open(self) -> None:
+        """Go on with the jobs that the process before had, and begin to claim others."""
+        for record in await self._store.running():
+            if not self._worker.recovers(record.owner) or not self._of_this_server(record.owner):
+                continue
+            adopt = partial(lifecycle.adopted, former=record.owner, owner=self._node, lease_s=self._lease_s)
+            adopted = await self._change(record.id, adopt)
+            if adopted is not None:
+                self._begin(adopted, self._adopted)
+        loop = asyncio.get_running_loop()
+        self._loops = [
+            loop.create_task(self._repeat(self._claim, 0.0)),
+            loop.create_task(self._repeat(self._look, SHARED_LOOK_S if self._store.shared else LOOK_S)),
+            loop.create_task(self._repeat(self._renew, self._lease_s / 3)),
+        ]
+
+    async def close(self) -> list[str]:
+        """Leave the jobs: what runs in sandboxes goes on, and the next process takes it over. Returns the sessions that
+        must not end.
+        """
+        self._closing = True
+        await tasks.cancel(self._loops)
+        runs = list(self._runs.values())
+        if runs:
+            for run in runs:
+                if run.task is not None:
+                    run.task.cancel()
+            await asyncio.wait([run.task for run in runs if run.task is not None], timeout=CLOSING_S)
+        kept = []
+        for run in runs:
+            record, box = run.record, run.work.box
+            if record.state is not JobState.RUNNING or run.fenced:
+                continue
+            if not run.work.begun and not record.facts.dispatched:
+                reason = "its server was stopped before it began"
+                with suppress(CarrelError):
+                    await self._change(record.id, partial(_put_back, reason=reason, pause_s=0.0), record.fence)
+            elif box is not None and run.work.request.mcp is None:
+                kept.append(box.record.id)
+        await self._store.close()
+        if kept:
+            log.info("%d jobs go on in their sandboxes, until the server is back", len(kept))
+        return kept
+
+    def _of_this_server(self, owner: str | None) -> bool:
+        return owner is not None and server_of(owner) == self._worker.server
+
+    def wake(self) -> None:
+        """Look at the queue now: there is something new."""
+        self._wake.set()
+
+    def cancel(self, job_id: str) -> None:
+        """End a job that was cancelled, if it runs here."""
+        run = self._runs.get(job_id)
+        if run is not None:
+            run.end_with(JobOutcome(JobState.CANCELLED, "it was cancelled"))
+
+    # the loops
+
+    async def _repeat(self, work: Callable[[], Any], pause_s: float) -> None:
+        backoff = Backoff(0.2, 5.0)
+        while True:
+            await asyncio.sleep(pause_s)
+            try:
+                await work()
+                backoff.reset()
+            except Exception as error:
+                if isinstance(error, CarrelError):
+                    log.warning("jobs have to wait: %s", error)
+                else:
+                    log.exception("jobs have to wait")
+                await asyncio.sleep(backoff.next_pause())
+
+    async def _claim(self) -> None:
+        """Wait until something may start, and start it."""
+        try:
+            async with asyncio.timeout(SHARED_LOOK_S if self._store.shared else LOOK_S):
+                await self._wake.wait()
+            self._wake.clear()
+        except TimeoutError:
+            due = await self._store.next_start()
+            if due is None or due > 0:
+                return
+        if len(self._runs) > self._at_once // 2:
+            await asyncio.sleep(GATHER_S)
+        at_once, rate = self._settings.per_namespace, self._settings.starts_per_minute
+        while (free := self._at_once - len(self._runs)) > 0:
+            choose = partial(lifecycle.share, free=free, at_once=at_once, rate=rate)
+            recent_s = None if rate is None else RECENT_S
+            found = await self._store.claim(
+                self._node, self._worker.server, free, choose, self._claimed, recent_s=recent_s
+            )
+            for record in found:
+                self._begin(record, self._fresh)
+            if len(found) < free:
+                return
+
+    def _claimed(self, record: JobRecord, now: float) -> JobStep:
+        ready = self._executor.ready(record, JobRequest.model_validate(dict(record.request)))
+        return lifecycle.claimed(record, now, self._node, self._lease_s, dispatched=ready)
+
+    async def _look(self) -> None:
+        """Find jobs that wait for something that has happened meanwhile."""
+        for job_id in await self._store.decided():
+            if await self._change(job_id, lifecycle.decided) is not None:
+                self.wake()
+        for job_id in await self._store.overdue():
+            await self._change(job_id, partial(lifecycle.overdue, ttl_s=self._settings.ttl_s))
+        if self._store.shared:
+            for job_id in await self._store.cancelled(self._node):
+                self.cancel(job_id)
+
+    async def _renew(self) -> None:
+        """Keep the leases of this server, and find the jobs of servers that have died."""
+        held = await self._store.renew(self._node, self._lease_s)
+        for job_id, run in list(self._runs.items()):
+            mine = held.get(job_id)
+            if mine is not None and mine.fence == run.record.fence:
+                if mine.cancel:
+                    self.cancel(job_id)
+            elif run.record.state is JobState.RUNNING and not run.fenced and run.task is not None:
+                log.warning("job %s is not this server's any more: it is ended here", job_id)
+                run.fenced = True
+                run.end_with(JobOutcome(JobState.LOST))
+        grace = self._lease_s / 3
+        for job_id in await self._store.abandoned(grace, self._worker.names):
+            if job_id not in self._runs:
+                decide = partial(lifecycle.abandoned, ttl_s=self._settings.ttl_s, grace_s=grace)
+                if await self._change(job_id, decide) is not None:
+                    self.wake()
+
+    async def _change(self, job_id: str, decide: Decide, fence: int | None = None) -> JobRecord | None:
+        record = await self._store.change(job_id, decide, fence)
+        if record is not None:
+            self._watch.changed(record)
+        return record
+
+    # one job
+
+    def _begin(self, record: JobRecord, go: Callable[[_Run], Any]) -> None:
+        request = JobRequest.model_validate(dict(record.request))
+        run = _Run(Work(record, request, ROOT), time.time())
+        self._runs[record.id] = run
+        self._watch.changed(record)
+        run.task = asyncio.get_running_loop().create_task(self._guard(run, go))
+
+    async def _guard(self, run: _Run, go: Callable[[_Run], Any]) -> None:
+        """Run a job, and let nothing that goes wrong keep it from a visible end."""
+        try:
+            try:
+                await self._with_identity(run, go)
+            except Exception as error:
+                if isinstance(error, CarrelError):
+                    outcome = self._failed(run, error)
+                else:
+                    log.exception("job %s failed unexpectedly", run.record.id)
+                    outcome = JobOutcome(JobState.LOST, "carrel failed; the log of the server says how")
+                if outcome is not None:
+                    await self._finish(run, outcome)
+        finally:
+            self._runs.pop(run.record.id, None)
+            self._wake.set()
+
+    async def _with_identity(self, run: _Run, go: Callable[[_Run], Any]) -> None:
+        """Run a job with the identity of its submitter, for as long as the token is valid."""
+        if run.record.token_id is None:
+            await go(run)
+            return
+        run.work.identity = await self._tokens.of_id(run.record.token_id)
+        opened = self._requests.open(run.work.identity)
+        assert opened is not None
+        words = "the token of its submitter was revoked or has expired"
+        opened.stays_open(lambda: run.end_with(JobOutcome(JobState.FAILED, words, final=True)))
+        try:
+            await go(run)
+        finally:
+            opened.close()
+
+    def _failed(self, run: _Run, error: CarrelError) -> JobOutcome | None:
+        """Return how a job ends that an error kept from going on; None if it has to wait instead."""
+        if isinstance(error, SandboxLost | PlatformError) and run.work.begun:
+            return JobOutcome(JobState.LOST, f"its sandbox died: {error.detail}")
+        final = error.status < 500
+        if isinstance(error, Unauthorized):
+            return JobOutcome(JobState.FAILED, "the token of its submitter was revoked or has expired", final=True)
+        if isinstance(error, Denied):
+            return JobOutcome(JobState.FAILED, f"it was refused: {error.detail}", final=True)
+        return JobOutcome(JobState.FAILED, f"it could not be started: {error.detail}", final=final)
+
+    async def _fresh(self, run: _Run) -> None:
+        work = run.work
+        try:
+            if not work.record.facts.dispatched:
+                await self._unless_stopped(run, self._executor.prepare(work))
+                if run.stop is None:
+                    session = None if work.box is None else work.box.record.id
+                    await self._note(run, {"dispatched": True, "session_id": session})
+            if run.stop is None:
+                await self._executor.begin(work)
+        except PersonNeeded as needed:
+            asked = partial(lifecycle.asked, approval=needed.approval, operation=needed.operation, step=needed.step)
+            await self._leave(run, asked)
+            return
+        except (LimitExceeded, NotRunning, RunsElsewhere, NodeUnreachable, SandboxLost) as error:
+            if work.begun:
+                raise
+            await self._leave(run, partial(_put_back, reason=error.detail, pause_s=AGAIN_S))
+            asyncio.get_running_loop().call_later(AGAIN_S, self.wake)
+            return
+        except PlatformError:
+            if self._closing and not work.begun:
+                return
+            raise
+        if run.stop is not None and not work.begun:
+            await self._finish(run, run.stop)
+            return
+        await self._follow(run)
+
+    async def _unless_stopped(self, run: _Run, work: Any) -> None:
+        """Wait for something that may take long, unless the job is stopped meanwhile."""
+        doing = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(run.stopping.wait())
+        try:
+            await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if doing.done():
+                doing.result()
+        finally:
+            await tasks.cancel([doing, stopping])
+
+    async def _leave(self, run: _Run, decide: Decide) -> None:
+        """Give the job back to the queue, or let it wait for a person."""
+        record = await self._stubborn(lambda: self._store.change(run.record.id, decide, run.record.fence))
+        if record is not None:
+            run.work.record = record
+            self._watch.changed(record)
+
+    async def _adopted(self, run: _Run) -> None:
+        """Go on with a job that the process before had begun."""
+        work, facts = run.work, run.record.facts
+        if facts.result is not None:
+            work.begun = True
+            await self._finish(run, JobOutcome(**{**facts.result, "state": JobState(facts.result["state"])}))
+            return
+        found = None
+        if facts.dispatched:
+            found = await self._executor.find(work)
+        if found is None and facts.dispatched:
+            reason = "the server was restarted, and the sandbox does not run any more"
+            await self._finish(run, JobOutcome(JobState.LOST, reason))
+        elif not found:
+            await self._leave(run, partial(_put_back, reason="the server was restarted before it began", pause_s=0.0))
+            self.wake()
+        else:
+            work.begun = True
+            if run.record.cancel:
+                self.cancel(run.record.id)
+            await self._follow(run)
+
+    async def _follow(self, run: _Run) -> None:
+        """Follow the work to its end, or end it where a timeout or somebody says so."""
+        work = run.work
+        run.began = time.monotonic()
+        facts = run.record.facts
+        run.started_at = facts.started_at or time.time()
+        run.facts |= {"phase": "running", "started_at": run.started_at}
+        if facts.starting_ms is None:
+            run.facts["starting_ms"] = (run.began - run.claimed) * 1000
+        if work.box is not None:
+            run.facts["session_id"] = work.box.record.id
+        reading = asyncio.ensure_future(self._read(run))
+        try:
+            while not reading.done():
+                stopping = asyncio.ensure_future(run.stopping.wait())
+                await asyncio.wait(
+                    {reading, stopping}, timeout=self._next_look(run), return_when=asyncio.FIRST_COMPLETED
+                )
+                stopping.cancel()
+                if reading.done():
+                    break
+                if run.stop is None:
+                    await self._listen(run)
+                    self._check_times(run)
+                if run.stop is not None:
+                    await self._end_work(run, reading)
+                    break
+                await self._flush(run)
+            end = reading.result() if reading.done() and not reading.cancelled() else None
+        except PersonNeeded as needed:
+            asked = partial(lifecycle.asked, approval=needed.approval, operation=needed.operation, step=needed.step)
+            await self._leave(run, asked)
+            return
+        except CarrelError:
+            if run.stop is None:
+                raise
+            end = None  # it was ended, and its sandbox too
+        finally:
+            await tasks.cancel([reading])
+        await self._finish(run, self._outcome(run, end))
+
+    async def _read(self, run: _Run) -> dict[str, Any]:
+        """Read the output until the work has ended, and return how."""
+        async with aclosing(self._executor.output(run.work, run.raw)) as chunks:
+            async for chunk in chunks:
+                if chunk.stream == "end":
+                    end: dict[str, Any] = json.loads(chunk.data)
+                    return end
+                run.take(chunk.stream, chunk.data, len(chunk.data) if chunk.raw is None else chunk.raw)
+                while run.held >= MOST_HELD:
+                    await self._flush(run)
+        raise SandboxLost("the sandbox ended the output in the middle")
+
+    async def _listen(self, run: _Run) -> None:
+        """Look whether the job says how far it is. Jobs that are over soon are not asked."""
+        now = time.monotonic()
+        if now - run.listened < LOOK_S:
+            return
+        run.listened = now
+        with suppress(CarrelError):
+            said = await self._executor.heartbeat(run.work)
+            if said is not None and said.beat != run.beat:
+                run.beat, run.last_sign = said.beat, time.monotonic()
+                run.facts |= {"progress": said.text, "progress_at": time.time()}
+
+    def _next_look(self, run: _Run) -> float:
+        """Return the seconds until something has to be written or checked."""
+        now, timeouts = time.monotonic(), run.work.request.timeouts
+        waits = [FLUSH_S if run.pieces or run.facts else LOOK_S, run.began + self._run_s(run) - now]
+        if timeouts.heartbeat_s is not None:
+            waits.append(run.last_sign + timeouts.heartbeat_s - now)
+        return max(0.01, min(waits))
+
+    def _run_s(self, run: _Run) -> float:
+        """Return how long the work may run from its beginning here."""
+        timeouts = run.work.request.timeouts
+        ran = time.time() - (time.monotonic() - run.began) - run.started_at  # under the process before
+        left = timeouts.run_s - max(0.0, ran)
+        if timeouts.whole_s is not None:
+            left = min(left, run.record.created_at + timeouts.whole_s - time.time() + time.monotonic() - run.began)
+        return left
+
+    def _check_times(self, run: _Run) -> None:
+        now, timeouts = time.monotonic(), run.work.request.timeouts
+        if now >= run.began + self._run_s(run):
+            if timeouts.whole_s is not None and time.time() >= run.record.created_at + timeouts.whole_s:
+                run.end_with(JobOutcome(JobState.TIMED_OUT, "it was not done within timeouts.whole_s", final=True))
+            else:
+                run.end_with(JobOutcome(JobState.TIMED_OUT, "it ran longer than timeouts.run_s"))
+        elif timeouts.heartbeat_s is not None and now - run.last_sign >= timeouts.heartbeat_s:
+            words = f"it is stuck: no output and no heartbeat for {timeouts.heartbeat_s:g} s"
+            run.end_with(JobOutcome(JobState.TIMED_OUT, words))
+
+    async def _end_work(self, run: _Run, reading: asyncio.Future[dict[str, Any]]) -> None:
+        """End the work with all its processes."""
+        with suppress(CarrelError):
+            await self._note(run, {"phase": "stopping"})
+        await self._executor.stop(run.work, self._settings.grace_s)
+        if not reading.done():  # the end of the output is on its way, unless the sandbox is gone
+            await asyncio.wait({reading}, timeout=1.0)
+
+    def _outcome(self, run: _Run, end: Mapping[str, Any] | None) -> JobOutcome:
+        if end is not None:
+            run.facts["dropped"] = end.get("dropped", 0)
+        if run.stop is not None:
+            shown = {} if end is None else {"exit_code": end["exit_code"], "signal": end["signal"]}
+            return replace(run.stop, **shown)
+        assert end is not None
+        how = {"exit_code": end["exit_code"], "signal": end["signal"], "oom_killed": bool(end["oom_killed"])}
+        if end["timed_out"]:
+            return JobOutcome(JobState.TIMED_OUT, "it ran longer than timeouts.run_s or than the policy allows", **how)
+        if end["oom_killed"]:
+            return JobOutcome(JobState.FAILED, "the sandbox ran out of memory", **how)
+        if end["signal"] is not None:
+            return JobOutcome(JobState.FAILED, f"a signal ended it: {end['signal']}", **how)
+        if end["exit_code"] == 0:
+            return JobOutcome(JobState.SUCCEEDED, **how)
+        return JobOutcome(JobState.FAILED, f"exit code {end['exit_code']}", **how)
+
+    # writing
+
+    async def _note(self, run: _Run, facts: dict[str, Any]) -> None:
+        run.facts |= facts
+        await self._flush(run)
+
+    async def _flush(self, run: _Run) -> None:
+        """Write the output and the facts that have come since the last time."""
+        if not run.pieces and not run.facts:
+            return
+        pieces, facts = run.taken(), run.facts | {"output": run.length, "raw": run.raw}
+        run.facts = {}
+        decide = partial(lifecycle.noted, facts=facts)
+        record = await self._stubborn(
+            lambda: self._store.conclude(run.record.id, decide, run.record.fence, run.record.attempt, pieces)
+        )
+        if record is not None:
+            run.work.record = record
+            self._watch.changed(record)
+
+    async def _finish(self, run: _Run, outcome: JobOutcome) -> None:
+        """Put the results away, and write the end of the attempt."""
+        if run.fenced:
+            return
+        began, facts = time.monotonic(), run.record.facts
+        last = not lifecycle.tried_again(run.record, outcome)
+        if run.work.begun and facts.result is None:
+            run.facts["running_ms"] = max(0.0, (time.time() - run.started_at) * 1000)
+        if last and self._has_results(run):
+            if facts.result is None:
+                await self._note(
+                    run, {"phase": "archiving", "result": {**asdict(outcome), "state": outcome.state.value}}
+                )
+            outcome = await self._archive(run, outcome)
+            run.facts["archiving_ms"] = (time.monotonic() - began) * 1000
+        pieces = run.taken()
+        written = {**run.facts, "output": run.length, "raw": run.raw}
+
+        def end(record: JobRecord, now: float) -> JobStep | None:
+            if record.state is not JobState.RUNNING:
+                return None
+            noted = replace(record, facts=replace(record.facts, **written))
+            return lifecycle.ended(noted, now, outcome, self._settings.ttl_s)
+
+        record = await self._stubborn(
+            lambda: self._store.conclude(
+                run.record.id, end, run.record.fence, run.record.attempt, pieces, run.artifacts
+            )
+        )
+        if record is None:
+            return
+        before, run.work.record = replace(run.record, facts=replace(run.record.facts, **written)), record
+        self._watch.changed(record)
+        self._count(run, before.facts, outcome)
+        if record.state is JobState.QUEUED:
+            asyncio.get_running_loop().call_later(max(0.0, record.not_before - time.time()), self.wake)
+
+    def _count(self, run: _Run, facts: JobFacts, outcome: JobOutcome) -> None:
+        """Set the metrics of an attempt that has ended."""
+        if outcome.oom_killed:
+            exit = "out_of_memory"
+        elif outcome.signal is not None:
+            exit = "signaled"
+        else:
+            exit = "none" if outcome.exit_code is None else "failed" if outcome.exit_code else "ok"
+        state = "retried" if run.record.state is JobState.QUEUED else outcome.state.value
+        phases = {
+            "queued": facts.queued_ms,
+            "starting": facts.starting_ms,
+            "running": facts.running_ms,
+            "archiving": facts.archiving_ms,
+        }
+        self._metrics.job_attempt_ended(state, exit, run.work.request.template or "", phases, facts.cpu_seconds)
+
+    def _has_results(self, run: _Run) -> bool:
+        request = run.work.request
+        return run.work.begun and bool(request.artifacts or request.snapshot or run.record.own_workspace)
+
+    async def _archive(self, run: _Run, outcome: JobOutcome) -> JobOutcome:
+        """List the artifacts, take the snapshot, end the sandbox that was made for the job. What fails is said in the
+        reason, and does not change how the job ended.
+        """
+        request, failed = run.work.request, []
+        if request.artifacts:
+            try:
+                files, more = await self._executor.artifacts(run.work)
+                shown = [file.model_dump(mode="json") for file in files]
+                run.artifacts = {"files": shown, "truncated": more}
+                run.facts["artifacts"] = len(files)
+            except CarrelError as error:
+                failed.append(f"the artifacts could not be listed: {error.detail}")
+        if request.snapshot:
+            try:
+                run.facts["snapshot"] = await self._executor.snapshot(run.work)
+            except CarrelError as error:
+                failed.append(f"no snapshot could be taken: {error.detail}")
+        if run.record.own_workspace:
+            with suppress(CarrelError):
+                run.facts["cpu_seconds"], run.facts["memory_peak"] = await self._executor.used(run.work)
+            try:
+                await self._executor.dismiss(run.work, remove=request.workspace is JobWorkspace.REMOVE)
+            except CarrelError as error:
+                failed.append(f"its sandbox could not be ended: {error.detail}")
+        if not failed:
+            return outcome
+        return replace(outcome, reason="; ".join(([outcome.reason] if outcome.reason else []) + failed))
+
+    async def _stubborn(self, write: Callable[[], Any]) -> JobRecord | None:
+        """Write, and try again while the database is away: the end of a job must not get lost."""
+        backoff = Backoff(0.1, 2.0)
+        while True:
+            try:
+                found: JobRecord | None = await write()
+                return found
+            except PlatformError as error:
+                if self._closing:
+                    raise
+                log.warning("a job cannot be written: %s", error)
+                await asyncio.sleep(backoff.next_pause())
+
+
+def _put_back(record: JobRecord, now: float, *, reason: str, pause_s: float) -> JobStep | None:
+    return lifecycle.put_back(record, now, reason, pause_s)
