@@ -1,22 +1,28 @@
-"""What the hop to the owner adds: the same command and the same download, asked of the server that has the sandbox and
-of another one, in turns.
+"""What the hop to the owner adds: the same command, the same download of 1 GB and a key in each of 200 open terminals,
+asked of the server that has the sandbox and of another one, in turns.
 
 Two servers share a SQLite database. A forwarded request does not use it: the other server remembers the owner.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import secrets
+import time
+from contextlib import AsyncExitStack
+
+from websockets.asyncio.client import ClientConnection, connect
 
 from bench import ground
 from bench.measure import BenchFailed, Contender, Progress, Report, Table, median, percentile, ratio, rounds, timed
 from bench.wire import SUCCESS, Wire, request
 from carrel.client import Client
 
-ROUNDS, DOWNLOADS = 1000, 9
+ROUNDS, DOWNLOADS, KEYS = 1000, 5, 9
 MB = 1024 * 1024
-SIZE_MB = 256
+SIZE_MB = 1024
+TERMINALS, BOXES = 200, 8
 
 
 async def run(progress: Progress) -> Report:
@@ -30,16 +36,22 @@ async def run(progress: Progress) -> Report:
         }
         async with (
             ground.server({**shared, "CARREL_NODE": "a"}) as owner,
-            ground.server({**shared, "CARREL_NODE": "b"}) as other,
+            ground.server({**shared, "CARREL_NODE": "b", "CARREL_MAX_SANDBOXES": "1"}) as other,
         ):
             return await _measure(owner, other, progress)
 
 
 async def _measure(owner: ground.Server, other: ground.Server, progress: Progress) -> Report:
+    with Client(other.url, other.token) as client:
+        client.sandbox("filler")  # it has no room for more
     with Client(owner.url, owner.token) as client:
+        async with asyncio.timeout(30):
+            while sum(node.sandboxes for node in client.nodes()) != 1:  # until the other has told it
+                await asyncio.sleep(0.1)
         box = client.sandbox("forwarded")
-        if [node.name for node in client.nodes() if node.sandboxes] != ["a"]:
-            raise BenchFailed("the sandbox is not on the server that was asked")
+        boxes = [client.sandbox(f"terminals-{number}").id for number in range(BOXES)]
+        if any(client.find(name).node != "a" for name in (box.id, *boxes)):
+            raise BenchFailed("the sandboxes are not on the server that was asked")
         box.commands.run(f"head -c {SIZE_MB * MB} /dev/zero > big", check=True)
         direct, hop = Wire(owner.address), Wire(other.address)
         try:
@@ -56,19 +68,60 @@ async def _measure(owner: ground.Server, other: ground.Server, progress: Progres
         finally:
             direct.close()
             hop.close()
-    table = Table(f"`true` in a running sandbox, {ROUNDS} rounds; {SIZE_MB} MB", ("", "median ms", "p99 ms", "MB/s"))
+    keys = await _terminals({"direct": owner, "forwarded": other}, boxes)
+    what = f"`true` in a running sandbox, {ROUNDS} rounds; {SIZE_MB} MB; a key in each of {TERMINALS} terminals"
+    table = Table(what, ("", "median ms", "p99 ms", "MB/s", "all keys ms"))
     for name in commands:
         each = taken[name]
-        table.add(name, median(each) * 1e3, percentile(each, 99) * 1e3, SIZE_MB / median(loads[name]))
+        table.add(
+            name,
+            median(each) * 1e3,
+            percentile(each, 99) * 1e3,
+            SIZE_MB / median(loads[name]),
+            median(keys[name]) * 1e3,
+        )
     figures = {
         "forward_direct_exec_ms": median(taken["direct"]) * 1e3,
         "forward_exec_ms": median(taken["forwarded"]) * 1e3,
-        "forwarded_exec_added_ms": (median(taken["forwarded"]) - median(taken["direct"])) * 1e3,
+        "forward_overhead_ms": (median(taken["forwarded"]) - median(taken["direct"])) * 1e3,
         "forward_direct_download_mb_s": SIZE_MB / median(loads["direct"]),
         "forward_download_mb_s": SIZE_MB / median(loads["forwarded"]),
         "forward_download_vs_direct": ratio(loads["direct"], loads["forwarded"]),
+        "forward_terminals": TERMINALS,
+        "forward_terminals_vs_direct": ratio(keys["forwarded"], keys["direct"]),
     }
     return Report(dict(figures), [table])
+
+
+async def _terminals(servers: dict[str, ground.Server], boxes: list[str]) -> dict[str, list[float]]:
+    """Open terminals in turns by each server, and measure how long a key in each of them takes to come back."""
+    taken: dict[str, list[float]] = {name: [] for name in servers}
+    async with AsyncExitStack() as stack:
+        opened: dict[str, list[ClientConnection]] = {}
+        for name, server in servers.items():
+            base = server.url.replace("http", "ws")
+            urls = [f"{base}/v1/sandboxes/{boxes[each % BOXES]}/terminals?command=cat" for each in range(TERMINALS)]
+            headers = {"authorization": f"Bearer {server.token}"}
+            opened[name] = [
+                await stack.enter_async_context(
+                    connect(url, additional_headers=headers, proxy=None, compression=None, ping_interval=None)
+                )
+                for url in urls
+            ]
+        for number in range(-1, KEYS):
+            for name, terminals in opened.items():
+                began = time.perf_counter()
+                await asyncio.gather(*map(_key, terminals))
+                if number >= 0:
+                    taken[name].append(time.perf_counter() - began)
+    return taken
+
+
+async def _key(terminal: ClientConnection) -> None:
+    await terminal.send(b"x")
+    answer = await asyncio.wait_for(terminal.recv(), 60)
+    if not isinstance(answer, bytes) or b"x" not in answer:
+        raise BenchFailed(f"a terminal answered {answer[:200]!r}")
 
 
 def _big(server: ground.Server, sandbox: str) -> bytes:

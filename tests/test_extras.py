@@ -35,6 +35,7 @@ OPTIONAL = {
     ("supervisor", "matplotlib"),  # only if the code that an agent runs imports it
     ("server", "nats"),  # only with the setting `bus`
     ("server", "opentelemetry"),  # only with the setting `tracing.enabled`
+    ("server", "spiffe"),  # only with certificates of SPIRE
     ("server", "pypdf"),  # only in sandboxes of the template file-search
 }
 

@@ -63,6 +63,7 @@ def use_all(metrics: Metrics) -> None:
     metrics.sandboxes({State.RUNNING: 3, State.TERMINATED: 9})
     metrics.workspace("conversation-42", 4096, 1_700_000_000.5, namespace="default", agent="coder")
     metrics.volume(5_000_000, 9_000_000)
+    metrics.svid(3600.0)
 
 
 def test_every_call_shows() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -274,13 +275,33 @@ async def test_metrics_are_those_of_the_whole_server(workers: list[httpx.AsyncCl
     assert openmetrics.text.endswith("# EOF\n") and name in openmetrics.text
 
 
-async def test_a_list_has_what_sandboxes_of_both_workers_use(workers: list[httpx.AsyncClient]) -> None:
-    boxes = [await started(client, f"uses-{number}") for number, client in enumerate(workers)]
-    assert [await owner_of(workers, box) for box in boxes] == [0, 1]
-    for client in workers:
-        items = (await client.get("/v1/sandboxes")).json()["items"]
-        found = [each["resources"] for each in items if each["context_id"] in {"uses-0", "uses-1"}]
-        assert len(found) == 2 and all(each["memory_bytes"] > 0 for each in found), found
+async def test_every_worker_knows_what_all_sandboxes_use(workers: list[httpx.AsyncClient]) -> None:
+    boxes = [await started(each, f"used-{number}") for number, each in enumerate(workers)]
+    assert {await owner_of(workers, box) for box in boxes} == {0, 1}
+    ids = {(await workers[0].get(box)).json()["id"] for box in boxes}
+
+    async def memory(client: httpx.AsyncClient) -> tuple[dict[str, float], dict[str, float]]:
+        """What the list and the metrics say of these sandboxes."""
+        items = (await client.get("/v1/sandboxes?limit=1000")).json()["items"]
+        listed = {info["id"]: (info["resources"] or {}).get("memory_bytes") for info in items if info["id"] in ids}
+        lines = re.findall(
+            r'^carrel_sandbox_memory_bytes{sandbox="([^"]+)".*} (.+)$',
+            (await client.get("/metrics")).text,
+            re.MULTILINE,
+        )
+        return listed, {id: float(value) for id, value in lines if id in ids}
+
+    for each in workers:
+        async with asyncio.timeout(30):
+            while True:  # a measurement is shared for a while
+                listed, shown = await memory(each)
+                if all(listed.values()) and set(shown) == ids:
+                    break
+                await asyncio.sleep(0.05)
+        assert all(0 < value < 1 << 28 for value in (*listed.values(), *shown.values())), "each is counted once"
+    for box in boxes:
+        assert (await workers[0].post(f"{box}/terminate")).status_code == 200
+    assert (await memory(workers[1]))[1] == {}
 
 
 async def test_a_killed_worker_is_replaced_and_its_sandboxes_run_on(

@@ -14,7 +14,8 @@
     │   ├── AlreadyExists       409
     │   ├── EditMismatch        409  the text to replace is absent or not unique
     │   ├── NotRunning          409
-    │   └── RunsElsewhere       409  another server on the same database has the session; `node`
+    │   ├── ThreadBusy          409  another process runs this thread of a graph
+    │   └── RunsElsewhere       409  between servers: another one has the session; `node`
     ├── Unsupported             422  the provider or the host lacks a capability
     ├── ImageRefused            422  an image is damaged, hostile, too large or not for this machine
     ├── LimitExceeded           429  a quota or a capacity is used up
@@ -24,6 +25,7 @@
     └── PlatformError           500  carrel itself or its host failed; never the result of a command
         ├── ProviderUnavailable 503
         ├── ArchiveUnavailable  503  the archive's storage does not answer
+        ├── DatabaseUnavailable 503  the database of the servers does not answer; ask again after `Retry-After`
         ├── SnapshotDamaged     500  stored content is missing or has changed
         ├── SandboxLost         502  the sandbox died or sent an invalid response
         ├── NodeUnreachable     503  the server that has the session does not answer; ask again after `Retry-After`
@@ -167,9 +169,15 @@ class NotRunning(Conflict):
     code, title = "not_running", "Not running"
 
 
+class ThreadBusy(Conflict):
+    """Another process runs this thread of a graph."""
+
+    code, title = "thread_busy", "Another process runs this thread"
+
+
 class RunsElsewhere(Conflict):
-    """Another server on the same database has the session, and the request cannot be forwarded to it; `node` in `extra`
-    names it.
+    """Another server on the same database has the session; `node` in `extra` names it. Servers tell each other this; a
+    caller never gets it.
     """
 
     code, title = "runs_elsewhere", "Another server has this session"
@@ -221,6 +229,14 @@ class ArchiveUnavailable(PlatformError):
     """The storage of the archive does not answer or refuses the request. The archive is unchanged."""
 
     code, status, title = "archive_unavailable", 503, "The archive cannot be reached"
+
+
+class DatabaseUnavailable(PlatformError):
+    """The database that servers share does not answer. The same request succeeds when it is back. `retry_after` in
+    `extra` is in seconds.
+    """
+
+    code, status, title = "database_unavailable", 503, "The database cannot be reached"
 
 
 class SnapshotDamaged(PlatformError):

@@ -577,7 +577,13 @@ class Metrics:
         return Gauge(declared.name, declared.text, list(declared.labels), registry=self._registry)
 
 
-_NOT_SUMMED = ("_timestamp_seconds", "_start_time_seconds", "_max_fds", WORKSPACE_BYTES.name)
+_NOT_SUMMED = (
+    "_timestamp_seconds",
+    "_start_time_seconds",
+    "_max_fds",
+    *(each.name for each in (WORKSPACE_BYTES, EVENT_LAST_ID, SANDBOX_MEMORY, SANDBOX_MEMORY_PEAK, SVID_EXPIRES)),
+    SANDBOX_CPU.name.removesuffix("_total"),
+)
 """The ends of the names of metrics of which the largest value counts: several workers have the same one."""
 
 

@@ -15,10 +15,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 import pytest
-from tests.support.balancer import Balancer
 from tests.support.fleet import TOKEN, Fleet
 from tests.support.fleet_history import Context, History, Writer
 from tests.support.postgres import Postgres
+from tests.support.relays import Balancer
 from tests.support.s3 import S3Server
 
 from carrel.client import AsyncClient
@@ -79,14 +79,19 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.05)
 
 
-async def kill_in_turns(fleet: Fleet, history: History, servers: int) -> None:
-    """Kill one server after the other. Every second one stays away until another has taken one of its sessions over."""
+async def end_in_turns(fleet: Fleet, history: History, servers: int) -> None:
+    """End one server after the other. Each fourth is stopped by its operator, the others are killed, and every second one
+    stays away until another has taken one of its sessions over.
+    """
     for number in range(SIZE.kills):
         began, written, taken_over = time.monotonic(), history.written, history.taken_over
         name = NAMES[number % servers]
         await until(lambda: history.written >= written + 2 * SIZE.clients)  # noqa: B023
         has_some = any(each.node == name for each in history.contexts)
-        fleet.kill(name)
+        if number % 4 == 2:
+            await asyncio.to_thread(fleet.stop, name)
+        else:
+            fleet.kill(name)
         if number % 2 and has_some:
             await until(lambda: history.taken_over > taken_over)  # noqa: B023
         fleet.start(name)
@@ -113,7 +118,7 @@ async def test_nothing_is_lost_or_run_twice_while_servers_are_killed(
         try:
             async with asyncio.TaskGroup() as group:
                 working = [group.create_task(each.run(over)) for each in writers]
-                await kill_in_turns(fleet, history, servers)
+                await end_in_turns(fleet, history, servers)
                 over.set()
                 await asyncio.gather(*working)
             for context, writer in zip(history.contexts, itertools.cycle(writers), strict=False):

@@ -11,6 +11,7 @@ import tarfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 
 import asyncpg
 import httpx
@@ -32,10 +33,16 @@ ALL = ("a", "b", "c")
 
 
 @pytest.fixture(scope="module")
-def fleet(postgres: Postgres, carrel_forks: None) -> Iterator[Fleet]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory whose folders may be workspaces."""
+    return tmp_path_factory.mktemp("folders")
+
+
+@pytest.fixture(scope="module")
+def fleet(postgres: Postgres, carrel_forks: None, folders: Path) -> Iterator[Fleet]:
     schema = f"fleet_{secrets.token_hex(4)}"
     asyncio.run(postgres.execute(f"CREATE SCHEMA {schema}"))
-    fleet = Fleet(postgres.url(search_path=schema))
+    fleet = Fleet(postgres.url(search_path=schema), CARREL_SANDBOX_FOLDER_ROOTS=str(folders))
     for name in ALL:
         fleet.start(name)
         fleet.ready(name)  # one after the other: the first makes the tables
@@ -204,6 +211,39 @@ async def test_hosted_mcp_urls(fleet: Fleet, at: dict[str, httpx.AsyncClient]) -
     await ended(at[wrong], "mcp-hosted")
 
 
+async def test_any_server_streams_the_events_of_all(fleet: Fleet, at: dict[str, httpx.AsyncClient]) -> None:
+    owner, box = await started(at["a"], "watched")
+    wrong, third = (name for name in ALL if name != owner)
+
+    async def ended_commands(name: str, count: int, **headers: str) -> list[tuple[int, str]]:
+        """The ids of ends of commands, as they come."""
+        found: list[tuple[int, str]] = []
+        query = {"context_id": "watched", "kind": "command.ended", "after": "0"}
+        async with (
+            asyncio.timeout(30),
+            at[name].stream("GET", "/v1/events", params=query, headers=headers) as stream,
+        ):
+            assert stream.status_code == 200
+            async for line in stream.aiter_lines():
+                if line.startswith("data: "):
+                    event = json.loads(line.removeprefix("data: "))
+                    found.append((event["id"], event["node"]))
+                if len(found) == count:
+                    break
+        return found
+
+    following = asyncio.ensure_future(ended_commands(third, 4))
+    for name in (owner, wrong, third, wrong):
+        assert (await at[name].post(f"{box}/commands", json={"command": "true"})).status_code == 200
+    found = await following
+    ids = [number for number, _ in found]
+    assert ids == sorted(set(ids)) and {node for _, node in found} == {owner}
+    # What was seen on one server is not repeated by another.
+    rest = await ended_commands(wrong, 2, **{"last-event-id": str(ids[1])})
+    assert [number for number, _ in rest] == ids[2:]
+    await ended(at["a"], "watched")
+
+
 async def test_the_owner_applies_scopes_reach_and_approvals(fleet: Fleet, at: dict[str, httpx.AsyncClient]) -> None:
     owner, box = await started(at["a"], "team:governed")
     wrong, third = (name for name in ALL if name != owner)
@@ -259,6 +299,24 @@ async def test_new_contexts_are_spread(at: dict[str, httpx.AsyncClient]) -> None
     assert [node for node, _ in again] == where
     for name in names:
         await ended(at["b"], name)
+
+
+async def test_a_folder_is_used_on_the_server_that_was_asked_for_it(
+    at: dict[str, httpx.AsyncClient], folders: Path
+) -> None:
+    await started(at["b"], "busy")
+    (folders / "work").mkdir()
+    asked = {"context_id": "of-folder", "workspace_path": str(folders / "work")}
+    for name in ("b", "c", "a"):  # the first has most to do, and the folder is there; then it has the session
+        answer = await eventually(at[name], "POST", "/v1/sandboxes", json=asked)
+        assert answer.status_code in {200, 201} and answer.json()["node"] == "b", answer.text
+    for given in (asked, {"context_id": "of-folder"}):
+        assert (await at["c"].post("/v1/sandboxes/of-folder/stop")).json()["state"] == "stopped"
+        answer = await eventually(at["a"], "POST", "/v1/sandboxes", json=given)
+        assert answer.status_code == 201 and answer.json()["node"] == "b", answer.text
+        assert answer.json()["workspace_path"] == str(folders / "work")
+    for context in ("of-folder", "busy"):
+        await ended(at["a"], context)
 
 
 async def test_many_at_once_for_one_context_on_all_servers(at: dict[str, httpx.AsyncClient]) -> None:

@@ -16,6 +16,7 @@ from carrel.errors import PlatformError
 from carrel.isolation.cgroups import (
     Cgroups,
     Hierarchy,
+    group_usage,
     hierarchies,
     host_memory_mb,
     memory_limits,
@@ -182,3 +183,21 @@ def test_a_group_counts_its_processor_time_and_its_peak() -> None:
         assert groups.remove("one")
     finally:
         groups.close()
+
+
+def test_what_a_group_of_version_2_says(tmp_path: Path) -> None:
+    group = str(tmp_path)
+    assert group_usage(2, group) == {}
+    said = {
+        "memory.current": "4096\n",
+        "memory.peak": "8192\n",
+        "memory.events": "low 0\nhigh 0\nmax 7\noom 3\noom_kill 2\noom_group_kill 0\n",
+        "cpu.stat": "usage_usec 1500000\nuser_usec 1000000\nsystem_usec 500000\n",
+    }
+    for name, text in said.items():
+        (tmp_path / name).write_text(text)
+    everything = {"memory_bytes": 4096, "memory_peak_bytes": 8192, "oom_kills": 2, "cpu_us": 1_500_000}
+    assert group_usage(2, group) == everything
+    (tmp_path / "memory.peak").unlink()  # before Linux 5.19
+    (tmp_path / "cpu.stat").write_text("nonsense")
+    assert group_usage(2, group) == {"memory_bytes": 4096, "oom_kills": 2}

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 from tests.support.postgres import Postgres
 
-from carrel.errors import PlatformError
+from carrel.errors import DatabaseUnavailable
 from carrel.store import Database, SessionStore
 
 
@@ -25,14 +26,22 @@ async def test_connections_that_were_cut_are_made_anew(postgres: Postgres, where
             try:
                 assert await store.get("x") is None
                 break
-            except PlatformError as error:
-                assert error.field == "database"
+            except DatabaseUnavailable as error:
+                assert error.field == "database" and error.extra["retry"] is True
+    await database.close()
+
+
+@pytest.mark.parametrize("kind", ["postgresql"])
+async def test_a_lost_machine_holds_no_locks_for_long(where: str, kind: str) -> None:
+    database = await Database.open(where)
+    query = text("SELECT current_setting('idle_in_transaction_session_timeout')")
+    assert await database.read(lambda connection: connection.execute(query).scalar_one()) == "15s"
     await database.close()
 
 
 async def test_a_server_that_is_not_there_is_told_of(tmp_path: Path) -> None:
     for host in (f"@/db?host={tmp_path}", "@127.0.0.1:1/db"):
-        with pytest.raises(PlatformError) as caught:
+        with pytest.raises(DatabaseUnavailable) as caught:
             await Database.open(f"postgresql://carrel:hush-hush{host}")
         assert caught.value.field == "database" and caught.value.hint
         assert "hush" not in repr(caught.value) + str(caught.value.problem())

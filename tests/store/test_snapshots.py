@@ -44,6 +44,13 @@ async def test_a_failure_keeps_the_last_good_one(store: SnapshotStore) -> None:
     assert await store.delete("s1") and not await store.delete("s1")
 
 
+async def test_the_order_does_not_depend_on_the_clocks_of_machines(store: SnapshotStore) -> None:
+    for name, moment in (("ahead", 3600.0), ("behind", 5.0), ("later", 6.0)):
+        await store.insert(replace(BASE, id=name, created_at=moment))
+        await store.ready(name, size=1, new_bytes=1, files=1)
+    assert [each.id for each in await store.all_ready("c")] == ["later", "behind", "ahead"]
+
+
 async def test_pages_hold_everything_once_newest_first(store: SnapshotStore) -> None:
     for number in range(7):
         await store.insert(replace(BASE, id=f"s{number}", created_at=float(number // 3)))

@@ -13,11 +13,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import asyncpg
 import httpx
 from tests.support.fork_server import Forked, start
+from tests.support.leaks import below
 
 TOKEN = "carrel-test-administrator"
 START_S = 90.0
@@ -42,14 +45,36 @@ class Fleet:
         self._processes: dict[str, Forked | subprocess.Popen[bytes]] = {}
         self._urls: dict[str, str] = {}
 
-    def start(self, name: str, *, port: int = 0, **settings: str) -> None:
-        """Start a server without waiting for it. A setting that is empty is left out."""
+    def start(
+        self,
+        name: str,
+        *,
+        port: int = 0,
+        host: str = "127.0.0.1",
+        program: Sequence[str] = ("-m", "carrel"),
+        within: Sequence[str] = (),
+        **settings: str,
+    ) -> None:
+        """Start a server without waiting for it. A setting that is empty is left out. `program`: how Python starts it;
+        `within`: the words before that, which put it somewhere else.
+        """
         data = self.directory / name
         (data / "server.json").unlink(missing_ok=True)
         environment = {**self._environment, "CARREL_NODE": name, **settings}
         with (self.directory / f"{name}.log").open("ab") as log:
             self._processes[name] = start(
-                [sys.executable, "-m", "carrel", "serve", "--port", str(port), "--data-dir", str(data)],
+                [
+                    *within,
+                    sys.executable,
+                    *program,
+                    "serve",
+                    "--host",
+                    host,
+                    "--port",
+                    str(port),
+                    "--data-dir",
+                    str(data),
+                ],
                 env={key: value for key, value in environment.items() if value},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -113,6 +138,18 @@ class Fleet:
         """Kill the server process and nothing else: its sandboxes live on until it is started again."""
         self._processes[name].send_signal(signal.SIGKILL)
         self._processes[name].wait(30)
+
+    def lose(self, name: str) -> None:
+        """End a server with everything that it started, and remove its data directory: its machine is gone."""
+        processes = [self.pid(name), *(pid for pid, _started in below(self.pid(name)))]
+        for pid in processes:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._processes.pop(name).wait(30)
+        for pid in processes[1:]:
+            with suppress(ChildProcessError):  # what was orphaned belongs to the tests
+                os.waitpid(pid, 0)
+        shutil.rmtree(self.directory / name)
 
     def stop(self, *names: str) -> None:
         """End servers as their operator would."""

@@ -158,13 +158,18 @@ class Writer:
         if len(found) < context.archived:
             raise Broken(f"{context.name}: {len(found)} lines are left, an archived snapshot had {context.archived}")
         if len(found) < len(context.lines):
-            if before == context.node:
-                raise Broken(
-                    f"{context.name}: lines are lost, though its server is the same. {_difference(context, found)}"
-                )
+            if before == context.node:  # then another server must have had it in between, and was lost too
+                events = await self._trying(lambda: self._events(context))
+                if {node for node, _ in events} <= {before}:
+                    raise Broken(f"lines are lost on the same server. {_difference(context, found)}; {events}")
             self._history.lost += len(context.lines) - len(found)
         context.lines = found
         return found[-1:] == [pending]
+
+    async def _events(self, context: Context) -> list[tuple[str, object]]:
+        """The servers that the session was on, with its states."""
+        events = self._client.events(context.name, kinds=["session"], after=0, follow=False)
+        return [(each.node, each.body.get("state")) async for each in events]
 
     async def _read(self, context: Context) -> list[int]:
         while True:

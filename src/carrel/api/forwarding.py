@@ -248,7 +248,7 @@ class Forwarding:
                     await run(with_first_message(scope, body.again()), moves if passed is None else send)
                 if moves.owner is None:
                     return
-                asked = moves.owner
+                asked = moves.owner or asked
                 if again or body.more:
                     break  # no other server can do more, or a part of the body is gone
                 again = True

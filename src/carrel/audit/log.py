@@ -21,7 +21,7 @@ from carrel.audit.keys import Headlike, SignedHead, SigningKey
 from carrel.audit.plan import Batch, ChainEnd, EventOf, Hold, Item, Tip, TransactionPlan
 from carrel.audit.records import AuditEntry, Ending, arguments_hash, row, server_chain
 from carrel.audit.search import Filter, SearchStore, search
-from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
+from carrel.errors import CarrelError, Conflict, DatabaseUnavailable, InvalidRequest, PlatformError
 from carrel.models import AuditPage
 from carrel.primitives.cache import Cache
 
@@ -300,9 +300,9 @@ class AuditLog:
             raise InvalidRequest("this is not a valid name of a chain", field="chain", hint="use `chain_of`")
         if item.type != "end" and chain:
             if len(self._queue) >= MAX_QUEUED:
-                raise self._cannot("too many records wait")
+                raise self._cannot("too many records wait", self._broken)
             if self._broken is not None and item.written is None:
-                raise self._cannot(self._broken.detail)
+                raise self._cannot(self._broken.detail, self._broken)
         self._queue.append(item)
         if urgent or len(self._queue) >= MAX_BATCH:
             self._hurry()
@@ -320,11 +320,12 @@ class AuditLog:
         self._wake.set()
 
     @staticmethod
-    def _cannot(why: str) -> PlatformError:
-        return PlatformError(
-            f"the audit log cannot be written, so no operation may run: {why}",
-            hint="repair the database; operations then continue by themselves",
-        )
+    def _cannot(why: str, cause: CarrelError | None = None) -> PlatformError:
+        words = f"the audit log cannot be written, so no operation may run: {why}"
+        hint = "repair the database; operations then continue by themselves"
+        if isinstance(cause, DatabaseUnavailable):
+            return DatabaseUnavailable(words, hint=hint, retry=True, retry_after=1)
+        return PlatformError(words, hint=hint)
 
     # writing
 
@@ -448,7 +449,7 @@ class AuditLog:
             if item.written is None:
                 kept.append(item)
             elif not item.written.done():
-                item.written.set_exception(self._cannot(self._broken.detail))
+                item.written.set_exception(self._cannot(self._broken.detail, self._broken))
         self._queue.extendleft(reversed(kept))
         if self._timer is None and not self._closing:
             self._timer = asyncio.get_running_loop().call_later(_RETRY_S, self._hurry)

@@ -175,7 +175,7 @@ class ControlPlane:
         self.store = store = SessionStore(database)
         self.live = live = LiveSandboxes()
         notes = SessionNotes(live, store)
-        leases = Leases(LeaseStore(database), worker, settings.lease_s)
+        leases = Leases(LeaseStore(database), worker, settings.lease_s, shared=settings.database is not None)
         self.audit = audit = AuditLog(AuditStore(database), key, node, events_of, strict=settings.audit.strict)
         event_store = EventStore(database)
         self.events = events = EventLog(
@@ -423,6 +423,8 @@ class ControlPlane:
                 (secret_files.catch_up, SECRETS_FRESH_S),
                 (slots.check, CHECK_EVERY_S),
                 (connection_events.flush, MINUTE_S),
+                (self.count_events, COUNT_EVERY_S),
+                (jobs.count, COUNT_EVERY_S),
                 (HomeLimits(sessions, folders).enforce, LOOK_EVERY_S),
             ),
             of_server=(
@@ -431,9 +433,7 @@ class ControlPlane:
                 (approvals.prune, EXPIRE_EVERY),
                 (runs.shrink, FORGET_EVERY_S),
                 (self.sweep_events, FORGET_EVERY_S),
-                (self.count_events, COUNT_EVERY_S),
                 (jobs.sweep, SWEEP_JOBS_EVERY_S),
-                (jobs.count, COUNT_EVERY_S),
             ),
             first=worker.first,
         )  # fmt: skip

@@ -176,7 +176,7 @@ class SandboxInfo(Answer):
     resources: ResourceUsage | None = Field(
         default=None,
         description="what the running sandbox uses, a few seconds old; null in the answers to changes, for sandboxes "
-        "of other servers, and beyond `metrics.sandboxes`",
+        "on other machines, and beyond `metrics.sandboxes`",
     )
     files_kept: bool | None = Field(
         default=None, description="only in a list of terminated sessions: whether the files are still on this server"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, Double
+from typing import Any
+
+from sqlalchemy import ColumnElement, Double, Select
+from sqlalchemy.engine import Connection
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
+
+STEP_S = 0.001
 
 
 class _Clock(FunctionElement[float]):
@@ -28,3 +33,11 @@ def _postgresql(element: _Clock, compiler: SQLCompiler, **_: object) -> str:
 def database_clock() -> ColumnElement[float]:
     """Seconds since 1970 by the database's clock, evaluated when a row is examined."""
     return _Clock()
+
+
+def moment_after(connection: Connection, moment: float, newest: Select[Any]) -> float:
+    """Return a moment of this machine's clock, or one just after the `newest` if that is later: another machine, whose
+    clock is ahead, may have written it. So an order by such moments is the order of the writes.
+    """
+    last = connection.execute(newest).scalar_one_or_none()
+    return moment if last is None else max(moment, last + STEP_S)

@@ -21,11 +21,11 @@ from urllib.parse import urlsplit
 
 from sqlalchemy import Executable, Select, create_engine, event
 from sqlalchemy.engine import URL, Connection, Engine, RowMapping
-from sqlalchemy.exc import IntegrityError, OperationalError, SQLAlchemyError
+from sqlalchemy.exc import DataError, IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 from sqlalchemy.pool import ConnectionPoolEntry, StaticPool
 
 from carrel.config import DATABASES
-from carrel.errors import InvalidRequest, PlatformError
+from carrel.errors import DatabaseUnavailable, InvalidRequest, PlatformError
 from carrel.primitives.process_locks import FileLock, open_lock_file
 from carrel.store.schema import migrate
 
@@ -40,6 +40,8 @@ _PRAGMAS = (
     "PRAGMA foreign_keys=ON",
 )
 _SWITCH_S = 5.0
+RETRY_S = 1
+"""After how many seconds a caller asks again when the database did not answer."""
 _STAGED = "carrel_staged"
 _CHANGED = "carrel_changed"
 _CHECKPOINT_WRITES = 500
@@ -396,10 +398,11 @@ def _driver_errors(name: str, field: str, failures: tuple[type[Exception], ...] 
         raise
     except known as error:
         said = getattr(error, "orig", None) or error
-        raise PlatformError(
-            f"{name} cannot be used: {str(said) or type(said).__name__}",
-            field=field,
-            hint="check its mode and free space; a damaged file has to be moved away"
-            if field == "data_dir"
-            else "check that it runs, and the host, user and password of the setting `database`",
-        ) from None
+        words = f"{name} cannot be used: {str(said) or type(said).__name__}"
+        if field == "data_dir":
+            hint = "check its mode and free space; a damaged file has to be moved away"
+            raise PlatformError(words, field=field, hint=hint) from None
+        hint = "check that it runs, and the host, user and password of the setting `database`"
+        if isinstance(error, ProgrammingError | DataError):
+            raise PlatformError(words, field=field, hint=hint) from None
+        raise DatabaseUnavailable(words, field=field, hint=hint, retry=True, retry_after=RETRY_S) from None

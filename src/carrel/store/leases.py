@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, and_, case, false, or_, select, update
+from sqlalchemy import ColumnElement, and_, case, false, or_, select, true, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.sql.dml import ReturningUpdate
 
+from carrel.models import State
 from carrel.store.clock import database_clock
 from carrel.store.database import Database
 from carrel.store.tables import sessions
+
+_AT_REST = (State.STOPPED, State.ERROR, State.TERMINATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +41,38 @@ class LeaseStore:
         self._clock = clock
 
     async def acquire(
-        self, session_id: str, owner: str, seconds: float, *, anew: bool = False, dead: str | None = None
+        self,
+        session_id: str,
+        owner: str,
+        seconds: float,
+        *,
+        anew: bool = False,
+        dead: str | None = None,
+        ended_within: float | None = None,
+        files_on: str | None = None,
     ) -> int | None:
         """Acquire the lease if it is free or has ended, and return its fence; None when another server has it or the
         session does not exist.
 
         An owner that already has the lease extends it and keeps the fence. It gets a new fence when its lease had ended
         or with `anew`, which a new process passes because the process that had the lease is dead. `dead` is an owner
-        that the caller knows to be dead: its lease counts as ended.
+        that the caller knows to be dead: its lease counts as ended. With `ended_within` the lease of another server on
+        a sandbox that ran is taken only if it ended within so many seconds. With `files_on` the lease is taken only if
+        the files of the session are still on that server: else another one took the session over since.
         """
         now = self._clock()
         mine = and_(sessions.c.lease_owner == owner, sessions.c.lease_until > now)
         gone = sessions.c.lease_owner == dead if dead is not None else false()
+        ended = sessions.c.lease_until <= now
+        if ended_within is not None:
+            rests = sessions.c.state.in_([state.value for state in _AT_REST])
+            recently = sessions.c.lease_until > now - ended_within
+            ended = and_(ended, or_(sessions.c.lease_owner == owner, rests, recently))
         statement = (
             update(sessions)
             .where(sessions.c.id == session_id)
-            .where(or_(sessions.c.lease_owner.is_(None), sessions.c.lease_until <= now, mine, gone))
+            .where(or_(sessions.c.lease_owner.is_(None), ended, mine, gone))
+            .where(true() if files_on is None else or_(sessions.c.node.is_(None), sessions.c.node == files_on))
             .values(
                 lease_owner=owner,
                 lease_until=now + seconds,

@@ -40,12 +40,17 @@ class NodeRecord(NodeFacts):
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Where a session is. `owner` has its lease for `lease_left_s` more seconds; `node` has its files."""
+    """Where a session is. `owner` has its lease for `lease_left_s` more seconds; `node` has its files.
+
+    `released`: its last owner gave the lease back; else that owner fell silent, and may have newer files than the
+    archive.
+    """
 
     owner: str | None
     lease_left_s: float
     node: str | None
     state: State
+    released: bool
     folder: bool = False
     """Whether the files are a folder of the host."""
 
@@ -118,8 +123,8 @@ class NodeStore:
         query = query.order_by(first, columns.created_at.desc(), columns.id.desc()).limit(1)
         for row in await self._database.rows(query):
             seconds = 0.0 if row.lease_owner is None or row.left is None else max(0.0, float(row.left))
-            folder = row.workspace_path is not None
-            return Holding(row.lease_owner if seconds else None, seconds, row.node, State(row.state), folder)
+            owner, folder = row.lease_owner if seconds else None, row.workspace_path is not None
+            return Holding(owner, seconds, row.node, State(row.state), row.lease_owner is None, folder)
         return None
 
 

@@ -20,6 +20,12 @@ T = TypeVar("T")
 
 _CONNECT_S = 10
 _STATEMENT_S = 60
+# A server whose machine is lost in the middle of a transaction must not hold its locks for long: PostgreSQL would wait
+# for it for two hours.
+_LOST = (
+    "SET idle_in_transaction_session_timeout = '15s'; SET tcp_keepalives_idle = 5; SET tcp_keepalives_interval = 5; "
+    "SET tcp_keepalives_count = 3; SET tcp_user_timeout = '20s'"
+)
 
 
 def _alive(connection: AdaptedConnection, _: ConnectionPoolEntry, __: PoolProxiedConnection) -> None:
@@ -38,7 +44,9 @@ class Postgres:
 
         async def connect() -> object:
             # The driver parses the URL itself, so every libpq parameter it supports (sslmode, host, ...) works.
-            return await asyncpg.connect(url, timeout=_CONNECT_S, command_timeout=_STATEMENT_S)
+            connection = await asyncpg.connect(url, timeout=_CONNECT_S, command_timeout=_STATEMENT_S)
+            await connection.execute(_LOST)
+            return connection
 
         self._engine: AsyncEngine = create_async_engine(
             "postgresql+asyncpg://", async_creator=connect, pool_size=8, max_overflow=0, hide_parameters=True

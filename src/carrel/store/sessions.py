@@ -13,10 +13,10 @@ from sqlalchemy import ColumnElement, Double, Update, and_, bindparam, case, fun
 from sqlalchemy.engine import Connection, RowMapping
 from sqlalchemy.exc import IntegrityError
 
-from carrel.errors import AlreadyExists, Conflict
+from carrel.errors import AlreadyExists, RunsElsewhere
 from carrel.models import HostPath, Limits, Network, SandboxInfo, State, Trust
 from carrel.models.events import EventDraft, EventKind, body_of
-from carrel.store.clock import database_clock
+from carrel.store.clock import database_clock, moment_after
 from carrel.store.cursors import read_page
 from carrel.store.database import Database
 from carrel.store.events import stage
@@ -184,7 +184,7 @@ class SessionStore:
             owner, seconds = lease
             values |= {"lease_owner": owner, "lease_until": database_clock() + seconds, "fence": 1}
         try:
-            await self._database.write(lambda connection: self._insert(connection, values))
+            await self._database.write(lambda connection: self._insert(connection, values, record.context_id))
         except IntegrityError:
             raise AlreadyExists(
                 "a session of this context or idempotency key exists already",
@@ -204,7 +204,7 @@ class SessionStore:
         """Change some fields of one record, in one transaction.
 
         With `fence`, only while its lease was not released or acquired by another server: else nothing changes and
-        `Conflict` is raised. With `release` the lease is released in the same step.
+        `RunsElsewhere` is raised. With `release` the lease is released in the same step.
         """
         values |= more
         if refused := _LEASE & values.keys():
@@ -222,14 +222,17 @@ class SessionStore:
         else:
             changed = await self._database.execute(statement)
         if fence is not None and changed == 0:
-            raise Conflict(
+            raise RunsElsewhere(
                 f"the lease on session {session_id} is lost: fence {fence} is no longer the newest",
                 field="fence",
                 hint="another control plane owns the session now; leave it alone",
             )
 
     @staticmethod
-    def _insert(connection: Connection, values: Mapping[str, object]) -> None:
+    def _insert(connection: Connection, values: dict[str, Any], context_id: str | None) -> None:
+        if context_id is not None:
+            newest = select(func.max(sessions.c.created_at)).where(sessions.c.context_id == context_id)
+            values["created_at"] = moment_after(connection, values["created_at"], newest)
         connection.execute(insert(sessions).values(**values))
         stage(connection, [_happened(values, EventKind.SESSION, {"state": values["state"]})])
 

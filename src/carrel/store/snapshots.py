@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
-from sqlalchemy import Select, delete, insert, select, update
+from sqlalchemy import Select, delete, func, insert, select, update
 from sqlalchemy.engine import Connection, RowMapping
 from sqlalchemy.exc import IntegrityError
 
 from carrel.errors import AlreadyExists, Conflict
 from carrel.models.events import EventDraft, EventKind, body_of
+from carrel.store.clock import moment_after
 from carrel.store.cursors import read_page
 from carrel.store.database import Database
 from carrel.store.events import stage
@@ -62,10 +63,16 @@ class SnapshotStore:
         self._database = database
 
     async def insert(self, record: SnapshotRecord) -> None:
-        """Add a record; `AlreadyExists` when its id is taken."""
+        """Add a record as the newest of its context; `AlreadyExists` when its id is taken."""
         values = {**asdict(record), "status": record.status.value, "labels": dict(record.labels)}
+        newest = select(func.max(snapshots.c.created_at)).where(snapshots.c.context_id == record.context_id)
+
+        def run(connection: Connection) -> None:
+            values["created_at"] = moment_after(connection, record.created_at, newest)
+            connection.execute(insert(snapshots).values(**values))
+
         try:
-            await self._database.execute(insert(snapshots).values(**values))
+            await self._database.write(run)
         except IntegrityError:
             raise AlreadyExists(f"snapshot {record.id} already exists", field="id") from None
 

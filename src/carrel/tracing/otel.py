@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from carrel.errors import InvalidRequest
 from carrel.extras import using
@@ -38,18 +39,20 @@ COMMAND = "command"
 """The fact that is left out unless the operator wants it."""
 CLOSE_S = 5.0
 _NAMES = {"method": "http.request.method", "route": "http.route", "status": "http.response.status_code"}
-_MOST_SANDBOXES, _MOST_OPERATIONS = 4096, 16
+_MOST_SANDBOXES, _MOST_OPERATIONS = 4096, 8
 _PROTOCOL = "OTEL_EXPORTER_OTLP_PROTOCOL"
 _W3C = TraceContextTextMapPropagator()
 
 log = logging.getLogger("carrel.tracing")
 
 
-class _Work(NamedTuple):
-    """A command that runs or ran in a sandbox."""
+@dataclass(slots=True)
+class _Work:
+    """A command in the foreground that runs or ran in a sandbox: the place of its span, and its times."""
 
-    span: _OtelSpan
+    place: Context
     began: float
+    until: float = math.inf
 
 
 class OpenTelemetry:
@@ -81,8 +84,8 @@ class OpenTelemetry:
 
     def connection(self, sandbox: str, began: float, ended: float, facts: Mapping[str, Value | None]) -> None:
         """See `Tracing`. It is a part of the command that ran in the sandbox when it began, if only one did."""
-        work = [each for each in self._work.get(sandbox) or () if each.began <= began <= each.span.until]
-        parent = None if len(work) != 1 else api.set_span_in_context(work[0].span.inner)
+        work = [each for each in self._work.get(sandbox) or () if each.began <= began <= each.until]
+        parent = work[0].place if len(work) == 1 else None
         self.over("connection", parent, began, ended, {"sandbox": sandbox, **facts}, api.SpanKind.CLIENT)
 
     def over(
@@ -102,12 +105,14 @@ class OpenTelemetry:
             found.set_status(api.StatusCode.ERROR)
         found.end(int(ended * 1e9))
 
-    def worked(self, sandbox: str, found: _OtelSpan) -> None:
-        """Remember a command, for the connections that it may open."""
+    def works(self, sandbox: str, inner: api.Span) -> _Work:
+        """Remember a command, for the connections that it may open. Not its span, which may be large."""
         known = self._work.get(sandbox)
         if known is None:
             self._work.put(sandbox, known := deque(maxlen=_MOST_OPERATIONS))
-        known.append(_Work(found, time.time()))
+        place = api.set_span_in_context(api.NonRecordingSpan(inner.get_span_context()))
+        known.append(work := _Work(place, time.time()))
+        return work
 
     def shown(self, facts: Mapping[str, Value | None]) -> dict[str, Value]:
         """Return facts as attributes."""
@@ -142,13 +147,15 @@ class OpenTelemetry:
 class _OtelSpan:
     """See `Span`."""
 
-    __slots__ = ("_traces", "inner", "until")
+    __slots__ = ("_ended", "_traces", "_work", "inner")
 
     def __init__(self, traces: OpenTelemetry, inner: api.Span, facts: Mapping[str, Value | None]):
         self._traces = traces
         self.inner = inner
-        self.until = float("inf")
-        """When it ended (seconds since 1970)."""
+        self._ended = False
+        self._work: _Work | None = None
+        if facts.get("kind") == "shell" and isinstance(sandbox := facts.get("sandbox"), str):
+            self._work = traces.works(sandbox, inner)
         if inner.is_recording():
             inner.set_attributes(traces.shown(facts))
 
@@ -162,7 +169,7 @@ class _OtelSpan:
     @property
     def ended(self) -> bool:
         """See `Span`."""
-        return self.until != float("inf")
+        return self._ended
 
     def set(self, **facts: Value | None) -> None:
         """See `Span`."""
@@ -176,10 +183,7 @@ class _OtelSpan:
     def child(self, name: str, facts: Mapping[str, Value | None]) -> Span:
         """See `Span`."""
         inner = self._traces.tracer.start_span(name, api.set_span_in_context(self.inner))
-        found = _OtelSpan(self._traces, inner, facts)
-        if facts.get("kind") == "shell" and isinstance(sandbox := facts.get("sandbox"), str):
-            self._traces.worked(sandbox, found)
-        return found
+        return _OtelSpan(self._traces, inner, facts)
 
     def record(self, name: str, began: float, ended: float, facts: Mapping[str, Value | None]) -> None:
         """See `Span`."""
@@ -190,5 +194,7 @@ class _OtelSpan:
         if error is not None and self.inner.is_recording():
             self.inner.set_attribute("error.type", outcome_of(error))
             self.inner.set_status(api.StatusCode.ERROR)
-        self.until = time.time()
+        self._ended = True
+        if self._work is not None:
+            self._work.until = time.time()
         self.inner.end()

@@ -126,9 +126,10 @@ def test_an_error_is_told_without_secrets() -> None:
     clean_error(REDACTOR, error)
     assert text not in str(error.problem()) + repr(error) + str(error)
     assert error.detail == "no [secret:PASSWORD]" and error.extra["more"] == [{"a": "[secret:PASSWORD]"}]
-    unknown = Denied(f"no {text}", hint=text, reason=text)
+    unknown = Denied(f"no {text}", hint=text, reason=text, retry=True, retry_after=3)
     clean_error(None, unknown)
     assert text not in str(unknown.problem()) + repr(unknown) and unknown.code == "denied_by_policy"
+    assert unknown.extra == {"retry": True, "retry_after": 3}
 
 
 def test_what_is_told_of_a_command() -> None:

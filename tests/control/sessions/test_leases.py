@@ -22,7 +22,7 @@ async def test_taking_keeping_and_losing(tmp_path: Path) -> None:
     database = await Database.open(str(tmp_path / "db"))
     try:
         store, leases = SessionStore(database), LeaseStore(database)
-        a, b = Leases(leases, Worker("a"), 30.0), Leases(leases, Worker("b"), 30.0)
+        a, b = (Leases(leases, Worker(name), 30.0, shared=False) for name in ("a", "b"))
         await store.insert(RECORD, a.lease)
         assert (await a.take(RECORD)).fence == 1
         assert (await a.take(RECORD, anew=True)).fence == 2
@@ -44,5 +44,35 @@ async def test_taking_keeping_and_losing(tmp_path: Path) -> None:
         await b.hand_back(taken, "a")
         lease = await leases.get("sbx-1")
         assert lease is not None and (lease.owner, lease.until) == ("a", 0.0)
+    finally:
+        await database.close()
+
+
+async def test_after_a_time_without_the_database_a_server_waits_for_the_others(tmp_path: Path) -> None:
+    database = await Database.open(str(tmp_path / "db"))
+    try:
+        store, leases = SessionStore(database), LeaseStore(database)
+        a, b = (Leases(leases, Worker(name), 30.0, shared=True) for name in ("a", "b"))
+        await store.insert(RECORD, a.lease)
+        ended = LeaseStore(database, lambda: database_clock() - 100.0)
+        assert await ended.renew_all("a", 30.0)  # so it ended 70 seconds ago
+        assert await b.abandoned() == [], "it has just started"
+        with pytest.raises(RunsElsewhere, match="'a'"):
+            await b.take(RECORD)
+        b._connected = b._renewed = time.monotonic() - 16  # no renewal for more than half of a lease
+        with pytest.raises(RunsElsewhere):
+            await b.take(RECORD)
+        await b.renew()
+        assert b._connected == b._renewed
+        with pytest.raises(RunsElsewhere):
+            await b.take(RECORD)
+        assert (await a.take(RECORD)).fence == 2, "its owner is back"
+        assert await ended.renew_all("a", 95.0)  # ended 5 seconds ago
+        b._connected = time.monotonic() - 20
+        assert (await b.take(RECORD)).fence == 3, "it ended while this server had the database"
+        assert await LeaseStore(database, lambda: database_clock() - 200.0).renew_all("b", 30.0)
+        await store.update(RECORD.id, fence=3, state=State.STOPPED)
+        c = Leases(leases, Worker("c"), 30.0, shared=True)
+        assert (await c.take(RECORD)).fence == 4, "nothing runs that could be lost"
     finally:
         await database.close()

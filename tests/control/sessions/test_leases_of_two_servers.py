@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 import pytest
 from tests.support.calls import ADMIN
@@ -73,6 +74,26 @@ async def test_a_server_whose_lease_was_taken_gives_its_sandbox_up(nodes: list[C
     assert (await b.sessions.get("c")).state is State.RUNNING
     await b.upkeep.renew_leases()
     assert (await b.operations.run_command(ADMIN, "c", CommandRequest(command="true"))).ok
+
+
+async def test_a_server_that_was_away_does_not_go_on_after_a_second_server_is_gone_too(
+    nodes: list[ControlPlane],
+) -> None:
+    a, b = nodes
+    await a.sessions.deploy_or_resume(ADMIN, REQUEST)
+    before = await a.sessions.record("c")
+    await _let_leases_end(a)
+    await b.sessions.deploy_or_resume(ADMIN, REQUEST)
+    await b.operations.write_file(ADMIN, "c", "answered", b"by b")
+    await _let_leases_end(b)
+    with pytest.raises(RunsElsewhere):
+        await a.sessions.adopt(before)  # as a recovery that read the record before
+    await a.upkeep.renew_leases()
+    assert a.sessions.live() == [], "its files are older than what b answered"
+    found = await a.sessions.record("c")
+    assert (found.node, found.lease_owner) == ("b", "b")
+    await b.upkeep.renew_leases()
+    assert (await b.operations.run_command(ADMIN, "c", CommandRequest(command="cat answered"))).stdout == "by b"
 
 
 async def test_a_late_renewal_is_no_loss_when_nobody_took_the_session(nodes: list[ControlPlane]) -> None:
@@ -151,3 +172,25 @@ async def test_a_session_that_is_being_taken_over_does_not_run_yet(nodes: list[C
     await a.upkeep.renew_leases()
     with pytest.raises(RunsElsewhere, match="'a'"):
         await b.sessions.find("c")
+
+
+async def test_a_start_that_loses_its_lease_leaves_the_session_to_the_other(
+    nodes: list[ControlPlane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = nodes
+    slots = a.sessions._starting._slots
+    start = slots.start
+
+    async def robbed(*arguments: Any, **more: Any) -> Any:
+        handle = await start(*arguments, **more)
+        await _let_leases_end(a)
+        await b.sessions.deploy_or_resume(ADMIN, REQUEST)
+        return handle
+
+    monkeypatch.setattr(slots, "start", robbed)
+    with pytest.raises(RunsElsewhere, match="the lease"):
+        await a.sessions.deploy_or_resume(ADMIN, REQUEST)
+    assert a.sessions.live() == [] and await a.providers["namespace"].running() == []
+    found = await a.sessions.get("c")
+    assert (found.state, found.node, found.error) == (State.RUNNING, "b", None)
+    assert (await b.operations.run_command(ADMIN, "c", CommandRequest(command="true"))).ok

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support.postgres import Postgres
 
-from carrel.errors import PlatformError, RunsElsewhere
+from carrel.errors import PlatformError, ThreadBusy
 from carrel.integrations.langgraph import locks
 from carrel.integrations.langgraph.locks import FileLocks, Locks, PostgresLocks, held
 
@@ -45,7 +45,7 @@ async def test_one_holder_at_a_time_here_and_elsewhere(pair: tuple[Locks, Locks]
     one, other = pair
     async with held(one, "a"):
         for again in (one, other):
-            with pytest.raises(RunsElsewhere):
+            with pytest.raises(ThreadBusy):
                 async with held(again, "a"):
                     pytest.fail("two hold it")
         async with held(other, "b"):
@@ -81,7 +81,7 @@ async def test_who_waits_gets_it_when_it_is_free(pair: tuple[Locks, Locks]) -> N
     async with asyncio.TaskGroup() as group, held(one, "a"):
         group.create_task(second())
         await asyncio.sleep(0)
-        with pytest.raises(RunsElsewhere):
+        with pytest.raises(ThreadBusy):
             async with held(other, "a", wait_s=0.15):
                 pass
         order.append("first")
@@ -107,7 +107,7 @@ async def test_a_killed_process_holds_nothing(database: str, tmp_path: Path) -> 
     try:
         assert await asyncio.to_thread(process.stdout.readline) == "held\n"
         async with open_checkpointer(database) as checkpoints:
-            with pytest.raises(RunsElsewhere):
+            with pytest.raises(ThreadBusy):
                 async with checkpoints.running("t"):
                     pytest.fail("two hold it")
             process.send_signal(signal.SIGKILL)

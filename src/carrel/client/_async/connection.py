@@ -18,6 +18,7 @@ from carrel.client._async.wire import FAILED, LATE, LOST, NOT_REACHED, AsyncRepl
 from carrel.client._io_async import Progress, Source, pieces
 from carrel.client.deadlines import checked_seconds
 from carrel.client.locate import START_HINT, Address
+from carrel.client.requests import trace_headers
 from carrel.errors import CarrelError, Denied, InvalidRequest, PlatformError, ServerUnreachable, from_problem
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -206,7 +207,7 @@ class AsyncConnection:
         A mapping is sent as JSON, bytes as they are. With `stream` the body of the answer is left to be read, and the
         caller closes it.
         """
-        sent = {**(headers or {}), **self.carried}
+        sent = {**trace_headers(), **(headers or {}), **self.carried}
         content = encoded(body) if isinstance(body, Mapping) else body
         if content is not None:
             sent.setdefault("content-type", "application/octet-stream" if content is body else "application/json")

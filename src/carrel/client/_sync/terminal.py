@@ -13,6 +13,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketExce
 from websockets.sync.client import ClientConnection, connect
 
 from carrel.client._sync.connection import Connection, problem_of
+from carrel.client.requests import trace_headers
 from carrel.errors import NotRunning, PlatformError, from_problem
 from carrel.models import CommandInfo
 
@@ -45,7 +46,7 @@ class Terminal:
             query += [("word", word) for word in command]
         url = f"ws{connection.address.url.removeprefix('http')}{sandbox_path}/terminals?{urlencode(query)}"
         token = connection.address.token
-        headers = {**({"authorization": f"Bearer {token}"} if token else {}), **connection.carried}
+        headers = {**({"authorization": f"Bearer {token}"} if token else {}), **trace_headers(), **connection.carried}
         proxy: Literal[True] | None = None if connection.address.loopback else True
         try:
             # `__aenter__` is called directly, because the blocking `connect` works only as a context manager.

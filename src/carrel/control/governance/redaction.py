@@ -199,10 +199,11 @@ async def _next(stream: AsyncIterator[bytes]) -> bytes | None:
 
 def clean_error(redactor: Redactor | None, error: CarrelError) -> None:
     """Remove secrets from an error before it is shown or logged. Without a redactor the secrets are unknown: then only
-    the title of the error remains.
+    the title of the error remains, and its numbers: whether and when to ask again.
     """
     if redactor is None:
-        error.detail, error.hint, error.extra = error.title, None, {}
+        numbers: dict[str, object] = {key: value for key, value in error.extra.items() if isinstance(value, int)}
+        error.detail, error.hint, error.extra = error.title, None, numbers
     else:
         error.detail = redactor.text(error.detail)
         error.hint = None if error.hint is None else redactor.text(error.hint)

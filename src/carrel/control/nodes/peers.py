@@ -33,7 +33,12 @@ IDLE_S = 30.0
 """How long an idle connection is kept: shorter than the other server keeps it."""
 MAX_MESSAGE = 4 * 1024 * 1024
 """The largest message of a WebSocket."""
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
+_KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 5,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+    socket.TCP_USER_TIMEOUT: 20_000,  # also while something is sent, which keep-alive does not watch
+}
 
 
 class NotConnected(Exception):
@@ -55,7 +60,7 @@ class NodeLink(Protocol):
 
 
 @dataclass(frozen=True)
-class UnixLink:
+class WorkerLink:
     """A worker of this server at the path of a socket, which only this user can open."""
 
     path: str
@@ -89,7 +94,7 @@ def link_to(url: str, name: str, identity: NodeIdentity | None) -> NodeLink:
     server, if servers have SPIFFE IDs.
     """
     if url.startswith(UNIX):
-        return UnixLink(url.removeprefix(UNIX))
+        return WorkerLink(url.removeprefix(UNIX))
     return TcpLink.of(url, name, identity)
 
 
@@ -216,7 +221,7 @@ async def _open_websocket(
 
 
 def _notice_loss(transport: asyncio.BaseTransport) -> None:
-    """Let the kernel find out that the machine of a server is gone while nothing is sent."""
+    """Let the kernel find out within 20 s that the machine of a server is gone, or the network to it."""
     connected = transport.get_extra_info("socket")
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():

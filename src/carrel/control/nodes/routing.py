@@ -89,7 +89,7 @@ class Routing:
         candidates = self._nodes.candidates()
         holders = [each for each in candidates.values() if server_of(each.name) == files]
         roomy = not holders or any(each.has_room for each in holders)
-        movable = roomy or (not bound and (context is None or await self._is_archived(context)))
+        movable = roomy or (not bound and await self._is_archived(context, holding))
         wanted = provider if isinstance(provider, str) and provider != "auto" else None
         chosen = choose(candidates, self._nodes.name, files=files, movable=movable, provider=wanted)
         if chosen == self._nodes.name:
@@ -152,7 +152,10 @@ class Routing:
             alive |= {name for name in names if name != worker.name and await self._nodes.find(name) is not None}
         return alive
 
-    async def _is_archived(self, context: str) -> bool:
+    async def _is_archived(self, context: str | None, holding: Holding | None) -> bool:
+        """Whether the archive has the newest files of a context."""
+        if context is None or holding is None or not holding.released:
+            return False
         snapshots = await self._snapshots.all_ready(context)
         return bool(snapshots) and snapshots[0].archived
 

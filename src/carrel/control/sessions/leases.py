@@ -21,15 +21,23 @@ log = logging.getLogger("carrel.leases")
 
 
 class Leases:
-    """The leases of one server, or of one of its workers."""
+    """The leases of one server, or of one of its workers.
 
-    def __init__(self, leases: LeaseStore, worker: Worker, seconds: float):
+    After a time without the database, a server cannot tell a dead server from one that had no database either. So for
+    one lease it takes over no sandbox whose lease ended in that time: its owner may be back, with newer files. The same
+    holds after its own start, as all servers may have lost power. `shared`: the database may have other servers.
+    """
+
+    def __init__(self, leases: LeaseStore, worker: Worker, seconds: float, *, shared: bool):
         self._leases = leases
         self._worker = worker
         self.node = worker.name
         self.server = worker.server
         """The name under which sessions have their files: all workers of a server share them."""
         self.seconds = seconds
+        self._shared = shared
+        self._renewed = self._connected = time.monotonic()
+        """When the leases were last renewed, and since when that has never taken too long."""
 
     @property
     def lease(self) -> tuple[str, float]:
@@ -40,10 +48,22 @@ class Leases:
         """Return until when (monotonic) a lease that was requested at that moment is surely valid."""
         return asked_at + self.seconds
 
-    async def take(self, record: SessionRecord, *, anew: bool = False) -> SessionRecord:
-        """Take the lease of a session; `RunsElsewhere` when another server has it."""
+    async def take(self, record: SessionRecord, *, anew: bool = False, own: bool = False) -> SessionRecord:
+        """Take the lease of a session; `RunsElsewhere` when another server has it. `own`: this server ran it last, and
+        goes on only if no other took it over since, even if that one is gone too.
+        """
         dead = record.lease_owner if anew and self._worker.recovers(record.lease_owner) else None
-        fence = await self._leases.acquire(record.id, self.node, self.seconds, anew=anew, dead=dead)
+        waits = self._waits and record.lease_owner not in self._worker.names
+        within = self._connected_s if waits else None
+        fence = await self._leases.acquire(
+            record.id,
+            self.node,
+            self.seconds,
+            anew=anew,
+            dead=dead,
+            ended_within=within,
+            files_on=self.server if own else None,
+        )
         if fence is None:
             lease = await self._leases.get(record.id)
             owner = lease.owner if lease else "another server"
@@ -62,7 +82,28 @@ class Leases:
     async def renew(self) -> tuple[dict[str, int], float]:
         """Renew every lease of this server. Return its sessions with their fences, and until when (monotonic)."""
         began = time.monotonic()
-        return await self._leases.renew_all(self.node, self.seconds), self.deadline(began)
+        held = await self._leases.renew_all(self.node, self.seconds)
+        now = time.monotonic()
+        if self._is_late(now):
+            self._connected = now
+        self._renewed = now
+        return held, self.deadline(began)
+
+    def _is_late(self, now: float) -> bool:
+        """Whether the leases were not renewed for so long that those of other servers may have ended meanwhile: they
+        had two thirds of their time left at least.
+        """
+        return now - self._renewed > self.seconds / 2
+
+    @property
+    def _connected_s(self) -> float:
+        now = time.monotonic()
+        return 0.0 if self._is_late(now) else now - self._connected
+
+    @property
+    def _waits(self) -> bool:
+        """Whether this server waits for others that may be back."""
+        return self._shared and self._connected_s < self.seconds
 
     async def hand_back(self, record: SessionRecord, to: str) -> None:
         """Give a lease back to the silent server from which it was taken."""
@@ -70,6 +111,8 @@ class Leases:
 
     async def abandoned(self) -> list[str]:
         """Return the sessions of silent servers: their lease ended, and nobody took it for the same time again."""
+        if self._waits:
+            return []
         here = self._worker.names  # a worker that hangs is replaced, and its sandboxes run on
         found = await self._leases.expired(grace=self.seconds)
         return [lease.session_id for lease in found if lease.owner not in here]
@@ -104,7 +147,7 @@ class LeaseUpkeep:
         """Take an expired lease again, unless another server has the session or ended it for good."""
         began = time.monotonic()
         try:
-            taken = await self._leases.take(box.record)
+            taken = await self._leases.take(box.record, own=True)
         except RunsElsewhere as error:
             log.warning("sandbox %s is given up: %s", box.record.id, error)
             await self._live.end(box, self._attachments)

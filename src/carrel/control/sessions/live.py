@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 from blake3 import blake3
 
 from carrel.control.supervisor.client import SupervisorClient
-from carrel.errors import PlatformError
+from carrel.errors import DatabaseUnavailable, PlatformError
 from carrel.models import SandboxInfo, State
 from carrel.primitives.cache import Cache
 from carrel.providers import Masks
@@ -123,9 +123,11 @@ class LiveSandbox:
     def check_lease(self) -> None:
         """Raise when another server may have the session by now."""
         if time.monotonic() > self.leased_until:
-            raise PlatformError(
+            raise DatabaseUnavailable(
                 f"the lease on session {self.record.id} could not be renewed in time",
                 hint="the database may be out of reach; ask again",
+                retry=True,
+                retry_after=1,
             )
 
 

@@ -20,7 +20,7 @@ from carrel.control.sessions.live import LiveSandbox, LiveSandboxes, info_of
 from carrel.control.sessions.request_checks import refuse_differences
 from carrel.control.sessions.starting import Starting
 from carrel.control.workspaces.workspaces import Workspaces
-from carrel.errors import AlreadyExists, Conflict, NotFound, NotRunning, PlatformError, RunsElsewhere
+from carrel.errors import AlreadyExists, Conflict, NotFound, NotRunning, RunsElsewhere
 from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
 from carrel.policy.shell import changes_what_runs
 from carrel.primitives.process_locks import LocksOf
@@ -172,8 +172,7 @@ class Sessions:
     async def _deploy(
         self, caller: Caller | OwnWork, request: SandboxRequest, key: str | None
     ) -> tuple[SandboxInfo, bool]:
-        if self._starting.closing:
-            raise PlatformError("the server is shutting down", hint="ask again when it is back")
+        self._starting.require_open()
         if request.context_id is None:
             return await self._starting.start(caller, request, None, None, key), True
         async with self.lock(f"context {request.context_id}"):
@@ -209,8 +208,7 @@ class Sessions:
         """Start an ephemeral sandbox for work of carrel, under the policy of a context; of none when `acts_for` is
         empty. `seed` may fill its workspace before the start.
         """
-        if self._starting.closing:
-            raise PlatformError("the server is shutting down", hint="ask again when it is back")
+        self._starting.require_open()
         return await self._starting.start(OWN_WORK, request, None, None, None, acts_for=acts_for, seed=seed)
 
     async def end_own(self, session_id: str, harvest: Callable[[str], Awaitable[None]] | None = None) -> None:
@@ -232,7 +230,7 @@ class Sessions:
         if record.state is not State.RUNNING or record.acts_for is not None:
             return False  # it was never ready, or is being stopped, or its user is gone
         began = time.monotonic()
-        record = await self._leases.take(record, anew=True)
+        record = await self._leases.take(record, anew=True, own=True)
         box = LiveSandbox(record, provider, handle, self._workspaces.path(record))
         box.leased_until = self._leases.deadline(began)
         box.used = box.to_push = True
@@ -423,7 +421,7 @@ class Sessions:
 
     async def end_recorded(self, record: SessionRecord, reason: str) -> None:
         """End a session that the previous process left: terminate an ephemeral one, stop a durable one."""
-        record = await self._leases.take(record, anew=True)
+        record = await self._leases.take(record, anew=True, own=True)
         await self._end(record, Event.TERMINATE if record.ephemeral else Event.STOP, reason)
 
     async def lost(self, box: LiveSandbox) -> None:

@@ -25,7 +25,7 @@ from carrel.control.sessions.request_checks import changes, launch, new_record
 from carrel.control.sessions.slots import Slots
 from carrel.control.sessions.templates import Templates
 from carrel.control.workspaces.workspaces import Provided, Workspaces
-from carrel.errors import CarrelError, Conflict, LimitExceeded, PlatformError
+from carrel.errors import CarrelError, Conflict, LimitExceeded, NodeUnreachable, PlatformError
 from carrel.isolation.cgroups import host_memory_mb
 from carrel.models import SandboxInfo, SandboxRequest, State
 from carrel.providers.base import Handle, Provider
@@ -72,6 +72,17 @@ class Starting:
         self._host_memory_mb = host_memory_mb()
         self.closing = False
         """Set when the server ends: a start that is under way is then undone."""
+
+    def require_open(self) -> None:
+        """Raise `NodeUnreachable` when the server ends."""
+        if self.closing:
+            raise NodeUnreachable(
+                f"server '{self._leases.node}' is shutting down",
+                hint="ask again when it is back, or another server",
+                node=self._leases.node,
+                retry=True,
+                retry_after=1,
+            )
 
     async def start(
         self,
@@ -152,8 +163,7 @@ class Starting:
             box.masks, box.has_secrets, box.trusting = plan.masks, False, plan.trusts_proxy
             with span("attach"):
                 await self._attachments.attach(box)
-            if self.closing:
-                raise PlatformError("the server is shutting down", hint="ask again when it is back")
+            self.require_open()
             notice = provided.notice or plan.notice or record.notice
             state = next_state(record.state, Event.STARTED)
             record = replace(record, state=state, handle=handle, notice=notice)

@@ -13,7 +13,7 @@ from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.sqlite.aio import AsyncSqliteSaver
 from langgraph.graph.message import REMOVE_ALL_MESSAGES
 
-from carrel.errors import RunsElsewhere
+from carrel.errors import ThreadBusy
 from carrel.integrations.a2a.messages import messages_in
 from carrel.integrations.langgraph import Checkpoints
 from carrel.integrations.langgraph.graph import Graph
@@ -60,7 +60,7 @@ class Conversations:
                 messages = [RemoveMessage(id=REMOVE_ALL_MESSAGES), *trimmed([*known, *said])]
                 written = await self._graph.aupdate_state(_config(context), {"messages": messages}, as_node="model")
                 await self._forget_older(context, str(written["configurable"]["checkpoint_id"]))
-        except RunsElsewhere:
+        except ThreadBusy:
             log.warning("the messages of a task are not added to the conversation of %s: its lock is held", context)
 
     async def _forget_older(self, thread: str, newest: str) -> None:

@@ -24,7 +24,7 @@ from carrel.errors import (
     InvalidRequest,
     LimitExceeded,
     PlatformError,
-    RunsElsewhere,
+    ThreadBusy,
     Unauthorized,
 )
 from carrel.integrations.a2a import messages
@@ -106,7 +106,7 @@ class Executor(AgentExecutor):
         try:
             async with self._checkpoints.running(task_thread(carrel_context(task.context_id), task.id)):
                 return True
-        except RunsElsewhere:
+        except ThreadBusy:
             return False
 
     async def execute(self, context: RequestContext, event_queue: EventQueue) -> None:
@@ -196,7 +196,7 @@ class Executor(AgentExecutor):
         try:
             async with self._checkpoints.running(ask.thread):
                 waits = await self._run_alone(ask, caller, resumed)
-        except RunsElsewhere:
+        except ThreadBusy:
             if not resumed:
                 words = "The task is running: it accepts messages only while it waits for input."
                 await ask.updates.status(TaskState.TASK_STATE_WORKING, [new_text_part(words)])

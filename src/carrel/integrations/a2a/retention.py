@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from datetime import timedelta
 
-from carrel.errors import InvalidRequest, RunsElsewhere
+from carrel.errors import InvalidRequest, ThreadBusy
 from carrel.integrations.a2a.conversations import Conversations
 from carrel.integrations.a2a.names import carrel_context, task_thread
 from carrel.integrations.a2a.tasks import TaskStore
@@ -72,5 +72,5 @@ class TaskRetention:
             async with self._checkpoints.running(thread):
                 if not await self._kept.any_of(context_id, besides=ids):
                     await self._conversations.drop(thread)
-        except RunsElsewhere:  # a task of it is just ending; the sweep that deletes that task will find it
+        except ThreadBusy:  # a task of it is just ending; the sweep that deletes that task will find it
             return

@@ -39,7 +39,7 @@ class Checkpoints:
     locks: Locks
 
     def running(self, thread_id: str, *, wait_s: float = 0.0) -> AbstractAsyncContextManager[None]:
-        """Hold the lock of a thread while running it. Raises `RunsElsewhere` if another still holds it after `wait_s`.
+        """Hold the lock of a thread while running it. Raises `ThreadBusy` if another still holds it after `wait_s`.
 
         The lock ends with its process, so another process can continue a thread at once when its process was killed.
         """

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import psycopg
 
-from carrel.errors import PlatformError, RunsElsewhere
+from carrel.errors import PlatformError, ThreadBusy
 
 LOOK_EVERY_S = 0.1
 PING_EVERY_S = 5.0
@@ -36,7 +36,7 @@ class Locks(Protocol):
 
 @asynccontextmanager
 async def held(locks: Locks, name: str, wait_s: float = 0.0) -> AsyncIterator[None]:
-    """Hold the lock of a name. Raises `RunsElsewhere` when another holds it for longer than `wait_s`.
+    """Hold the lock of a name. Raises `ThreadBusy` when another holds it for longer than `wait_s`.
 
     If the lock is lost, the block is cancelled and `PlatformError` raised.
     """
@@ -50,7 +50,7 @@ async def held(locks: Locks, name: str, wait_s: float = 0.0) -> AsyncIterator[No
             while not await locks.take(number, lost):
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise RunsElsewhere(
+                    raise ThreadBusy(
                         f"thread '{name[:128]}' is running already", field="thread_id", hint="wait until it pauses"
                     )
                 await asyncio.sleep(min(left, LOOK_EVERY_S))

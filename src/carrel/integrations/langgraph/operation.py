@@ -26,7 +26,6 @@ from carrel.errors import (
     Denied,
     InvalidRequest,
     PlatformError,
-    RunsElsewhere,
     SandboxLost,
     Unauthorized,
 )
@@ -87,7 +86,7 @@ class GraphCall:
         box = await self.workspace.sandbox(self.context_id)
         try:
             return await self.act(Attempt(id, self.workspace), box if approval is None else box.with_approval(approval))
-        except (ApprovalNeeded, Unauthorized, RunsElsewhere):
+        except (ApprovalNeeded, Unauthorized):
             raise
         except SandboxLost as error:
             return refused(error)

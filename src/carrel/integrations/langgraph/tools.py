@@ -13,7 +13,7 @@ from langchain_core.tools import BaseTool, StructuredTool
 from pydantic import Field
 
 from carrel.client import AsyncCommand, AsyncSandbox
-from carrel.errors import Conflict, NotFound, NotRunning, RunsElsewhere
+from carrel.errors import Conflict, NotFound, NotRunning
 from carrel.integrations.langgraph.operation import Attempt, Runtime, ToolReply, perform
 from carrel.integrations.langgraph.workspace import Workspace
 from carrel.integrations.text import printable
@@ -179,7 +179,7 @@ async def start_and_wait(
     """Start a command and wait until it ends. If an earlier try has started it, only wait."""
     try:
         command = await attempt.workspace.started(start)
-    except (NotRunning, RunsElsewhere):
+    except NotRunning:
         raise
     except Conflict as error:  # this id, or this approval, was used before
         command = box.commands.get(attempt.id)
