@@ -424,7 +424,6 @@ class ControlPlane:
                 (slots.check, CHECK_EVERY_S),
                 (connection_events.flush, MINUTE_S),
                 (self.count_events, COUNT_EVERY_S),
-                (jobs.count, COUNT_EVERY_S),
                 (HomeLimits(sessions, folders).enforce, LOOK_EVERY_S),
             ),
             of_server=(
@@ -434,6 +433,7 @@ class ControlPlane:
                 (runs.shrink, FORGET_EVERY_S),
                 (self.sweep_events, FORGET_EVERY_S),
                 (jobs.sweep, SWEEP_JOBS_EVERY_S),
+                (jobs.count, COUNT_EVERY_S),
             ),
             first=worker.first,
         )  # fmt: skip
