@@ -142,9 +142,10 @@ class Jobs:
                 field="Idempotency-Key",
                 hint="take a new key for a new job",
             )
-        if new:
-            self._runner.wake()
-        return await self._info(stored)
+        if not new:
+            return await self._info(stored)
+        self._runner.wake()
+        return lifecycle.info_of(stored).model_copy(update={"summary": shown["summary"]})
 
     @staticmethod
     def _context(caller: Caller, request: JobRequest, job_id: str) -> str:
