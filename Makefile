@@ -1,10 +1,10 @@
 # Each target sets up what it needs on a fresh clone.
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test kills fleet check format bench generate requirements wheel clean
+.PHONY: help setup serve test kills fleet cluster-test check format bench generate requirements wheel clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup:  ## make .venv with everything that development needs
 	@scripts/setup dev
@@ -26,14 +26,17 @@ test kills fleet: export PYTHONDONTWRITEBYTECODE :=
 test: setup  ## run every test, some at a time (WORKERS=4 for four; ARGS="-k name" to choose some, in one process)
 	@$(PY) -m pytest $(if $(ARGS),$(ARGS),$(SUITE))
 
-KILLED := $(addprefix tests/end_to_end/test_,kills.py here_kills.py image_kills.py slot_kills.py event_kills.py event_streams.py) tests/providers/docker/test_slots.py
+KILLED := $(addprefix tests/end_to_end/test_,kills.py here_kills.py image_kills.py slot_kills.py event_kills.py event_streams.py job_kills.py) tests/providers/docker/test_slots.py
 
-kills: setup  ## kill the server 200 times under load on each database, with images and with slots, and `carrel here` 200 times; 100 times with NATS and without
+kills: setup  ## kill the server 200 times under load on each database, with images, slots and jobs, and `carrel here` 200 times; 100 times with NATS and without
 	@CARREL_KILLS=$${CARREL_KILLS:-200} CARREL_EVENT_KILLS=$${CARREL_EVENT_KILLS:-100} CARREL_BUS_AWAY_S=$${CARREL_BUS_AWAY_S:-30} \
 		$(PY) -m pytest -q $(KILLED) $(ARGS)
 
 fleet: setup  ## end one of two and of three servers every 20 s for 3 minutes, with 100 contexts and 16 clients
 	@CARREL_FLEET_S=$${CARREL_FLEET_S:-180} $(PY) -m pytest -q tests/end_to_end/test_fleet_history.py $(ARGS)
+
+cluster-test: setup  ## test on a real Kubernetes, which it builds (once, ten minutes), starts and ends (ARGS="-k name")
+	@scripts/cluster run $(abspath $(PY)) -m pytest -q -p no:cacheprovider tests/cluster $(ARGS)
 
 check: setup  ## format, lint, strict types, import layers, generated files
 	@$(PY) -m ruff format --check .

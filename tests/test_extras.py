@@ -33,6 +33,7 @@ NOT_SERVER = {
 OPTIONAL = {
     ("a2a", "uvloop"),  # a faster event loop where the server is installed too
     ("supervisor", "matplotlib"),  # only if the code that an agent runs imports it
+    ("server", "yaml"),  # only with a kubeconfig file
     ("server", "nats"),  # only with the setting `bus`
     ("server", "spiffe"),  # only with the setting `spiffe.source`
     ("server", "opentelemetry"),  # only with the setting `tracing.enabled`
@@ -85,6 +86,8 @@ def files_of(extra: str) -> list[Path]:
         parts = [entry.name for entry in SOURCE.iterdir() if entry.name not in NOT_SERVER]
     elif extra == "mcp":
         parts = ["integrations/mcp", "integrations/http.py", "integrations/client_pool.py", "cli/mcp.py"]
+    elif extra == "kubernetes":
+        parts = ["providers/kubernetes/access.py"]
     elif extra == "nats":
         parts = ["events/nats_bus.py"]
     elif extra == "spiffe":

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 import carrel
 from carrel.config import FLEET_DATABASES, Settings, load
-from carrel.control.host import HostParts, microvm_options
+from carrel.control.host import HostParts, kubernetes_options, microvm_options
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.models import HostReport
 from carrel.primitives import tasks
@@ -355,6 +355,7 @@ def local_host_report() -> HostReport:
             docker=settings.docker.socket,
             gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
             microvm=microvm_options(settings.microvm),
+            kubernetes=kubernetes_options(settings),
             bundles="/",
             third_party=settings.sandbox.third_party_names,
         ),
@@ -367,6 +368,15 @@ def local_host_report() -> HostReport:
 def make_bundle(settings: Settings) -> SupervisorBundle:
     """Make the supervisor's bundle in the data directory, or return the one that is there. Needs no server."""
     return provide(bundles_of(settings.data_dir))
+
+
+def make_bundle_image(settings: Settings, path: Path, name: str) -> SupervisorBundle:
+    """Make the bundle for remote supervisors, and write it to a file as an image for pods. Needs no server."""
+    from carrel.providers import bundle_image
+
+    made = provide(bundles_of(settings.data_dir), remote=True)
+    bundle_image.write(made, str(path), name)
+    return made
 
 
 def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None = None) -> Rekeyed:
