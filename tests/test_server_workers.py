@@ -26,6 +26,8 @@ from tests.support.worker_servers import ServerWithWorkers, server_with_workers
 from websockets.asyncio.client import connect
 
 from carrel.config import Settings, load
+from carrel.errors import InvalidRequest
+from carrel.server import serve
 
 ADOPTED_S = 5.0
 """A dead worker is replaced within a second on an idle machine; the machine of the tests may be busy."""
@@ -509,3 +511,13 @@ def test_a_worker_that_cannot_start_ends_the_server_with_its_reason(carrel_forks
             pass
     finally:
         shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("more", "field"), [({"node_url": "http://127.0.0.1:1"}, "node_url"), ({"kubernetes.enabled": True}, "workers")]
+)
+def test_what_several_workers_cannot_have_is_refused(tmp_path: Path, more: dict[str, object], field: str) -> None:
+    flags = {"data_dir": str(tmp_path / "data"), "port": 0, "workers": 2, "spiffe.source": "carrel", **more}
+    with pytest.raises(InvalidRequest) as caught:
+        serve(load(flags, environ={}))
+    assert caught.value.field == field and not (tmp_path / "data").exists()

@@ -498,6 +498,12 @@ def _serve_with_workers(settings: Settings, count: int) -> None:
             field="node_url",
             hint="leave CARREL_NODE_URL out, or run one worker",
         )
+    if settings.kubernetes.enabled:
+        raise InvalidRequest(
+            "pods of a cluster need servers of one worker: the slots of pods are kept by one process",
+            field="workers",
+            hint="run one worker in each server, and more servers",
+        )
     layout = Layout(settings.data_dir)
     layout.prepare()
     with _locked(settings.data_dir), closing(_bind(settings.host, settings.port, "host", "port")) as listener:
