@@ -26,9 +26,9 @@ test kills fleet: export PYTHONDONTWRITEBYTECODE :=
 test: setup  ## run every test, some at a time (WORKERS=4 for four; ARGS="-k name" to choose some, in one process)
 	@$(PY) -m pytest $(if $(ARGS),$(ARGS),$(SUITE))
 
-KILLED := $(addprefix tests/end_to_end/test_,kills.py here_kills.py image_kills.py slot_kills.py event_kills.py event_streams.py) tests/providers/docker/test_slots.py
+KILLED := $(addprefix tests/end_to_end/test_,kills.py here_kills.py image_kills.py slot_kills.py event_kills.py event_streams.py job_kills.py) tests/providers/docker/test_slots.py
 
-kills: setup  ## kill the server 200 times under load on each database, with images and with slots, and `carrel here` 200 times; 100 times with NATS and without
+kills: setup  ## kill the server 200 times under load on each database, with images, slots and jobs, and `carrel here` 200 times; 100 times with NATS and without
 	@CARREL_KILLS=$${CARREL_KILLS:-200} CARREL_EVENT_KILLS=$${CARREL_EVENT_KILLS:-100} CARREL_BUS_AWAY_S=$${CARREL_BUS_AWAY_S:-30} \
 		$(PY) -m pytest -q $(KILLED) $(ARGS)
 

@@ -44,7 +44,7 @@ from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes.doctor import disk_quota, retention
 
 if TYPE_CHECKING:
-    from carrel.api.serving import HttpServer
+    from carrel.api.serving import HttpServer, SharedListener
     from carrel.control.nodes.workers import Worker, WorkerTable
     from carrel.control.plane import ControlPlane
     from carrel.control.secrets.rekeying import Rekeyed
@@ -54,6 +54,8 @@ log = logging.getLogger("carrel.server")
 _LOG_FORMAT = "%(asctime)s %(levelname)s {}%(name)s: %(message)s"
 _BEAT_S = 0.1
 """The time between two signs of life of a worker."""
+_SWITCH_S = 0.0005
+"""How long a thread of a worker may wait for the interpreter: it may have a lock that other workers wait for."""
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -129,9 +131,7 @@ async def _store_agent_token(settings: Settings, plane: ControlPlane) -> None:
 
     path = os.path.join(settings.data_dir, "agent-token")
     stored = _stored_token(path)
-    token = await agent_token(
-        plane.tokens, plane.audit, stored, None if settings.database is None else plane.worker.server
-    )
+    token = await agent_token(plane.tokens, plane.audit, stored, None if settings.database is None else plane.server)
     if token == stored:
         os.chmod(path, 0o600)
     else:
@@ -554,6 +554,7 @@ async def _work(
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    sys.setswitchinterval(_SWITCH_S)
     layout = Layout(settings.data_dir)
     worker = Worker(
         settings.node or layout.node(),
@@ -577,8 +578,6 @@ async def _work(
         await stack.enter_async_context(_accepting_nodes(plane, server, for_nodes))
         await server.listen_too(worker.socket)
         stack.callback(os.unlink, worker.socket)
-        beating = asyncio.get_running_loop().create_task(_beat(table, worker, plane, server))
-        stack.push_async_callback(tasks.cancel, [beating])
         reached = own[0] if own else for_nodes
         url = UNIX + worker.socket if reached is None else _node_url(reached, for_nodes)
         await plane.nodes.join(url, carrel.__version__)
@@ -587,8 +586,15 @@ async def _work(
         table.set_ready(index, True)
         stack.callback(table.set_ready, index, False)
         worker.announce(SharedChange.NODES)
-        port = SharedListener(listener, server, lambda: server.open_connections > table.least_connections())
+
+        def has_more(connections: int) -> bool:
+            table.set_connections(index, connections)
+            return connections > table.least_connections()
+
+        port = SharedListener(listener, server, has_more)
         stack.callback(port.close)
+        beating = asyncio.get_running_loop().create_task(_beat(table, worker, plane, port))
+        stack.push_async_callback(tasks.cancel, [beating])
         await _ended(stop, plane)
         if plane.nodes.expelled.is_set():
             os.kill(os.getppid(), signal.SIGTERM)  # the whole server ends
@@ -603,10 +609,10 @@ async def _ended(stop: asyncio.Event, plane: ControlPlane) -> None:
     await tasks.cancel(ends)
 
 
-async def _beat(table: WorkerTable, worker: Worker, plane: ControlPlane, server: HttpServer) -> None:
+async def _beat(table: WorkerTable, worker: Worker, plane: ControlPlane, port: SharedListener) -> None:
     """Give signs of life to the leader, and tell the other workers how busy this one is."""
     while True:
         table.beat(worker.index)
-        table.set_connections(worker.index, server.open_connections)
+        port.tell()
         plane.nodes.tell()
         await asyncio.sleep(_BEAT_S)

@@ -347,3 +347,30 @@ async def test_a_call_of_a_tool_is_a_job(http: httpx.AsyncClient) -> None:
     await until(http, hangs, "running")
     await http.post(f"/v1/jobs/{hangs['id']}/cancel")
     assert (await end(http, hangs))["state"] == "cancelled"
+
+
+async def test_a_deleted_context_has_no_jobs(http: httpx.AsyncClient) -> None:
+    done = await submit(http, command="echo secret of c", context_id="c")
+    await end(http, done)
+    runs = await submit(http, command="sleep 99", context_id="c")
+    other = await submit(http, command="true", context_id="d")
+    await until(http, runs, "running")
+    await end(http, other)
+    assert (await http.delete("/v1/contexts/c")).status_code == 204
+    for job in (done, runs):
+        assert (await http.get(f"/v1/jobs/{job['id']}")).status_code == 404
+        assert (await http.get(f"/v1/jobs/{job['id']}/logs")).status_code == 404
+    assert [job["id"] for job in (await http.get("/v1/jobs")).json()["items"]] == [other["id"]]
+
+
+async def test_the_stream_of_a_job(http: httpx.AsyncClient, known: Known) -> None:
+    job = await submit(http, command="echo a", context_id="team:c")
+    await end(http, job)
+    answer = await http.get(f"/api/stream/{job['id']}", params={"after": 0, "follow": "false"})
+    kinds = [line[7:] for line in answer.text.splitlines() if line.startswith("event: ")]
+    assert kinds == ["job.queued", "job.started", "job.ended"]
+    mine = await known("a", "agent", "operate", namespace="team")
+    assert (await mine.get(f"/api/stream/{job['id']}", params={"after": 0, "follow": "false"})).status_code == 200
+    other = await known("b", "agent", "operate", namespace="other")
+    assert (await other.get(f"/api/stream/{job['id']}", params={"after": 0, "follow": "false"})).status_code == 403
+    assert (await http.get(f"/api/stream/job-{'0' * 20}", params={"follow": "false"})).status_code == 404

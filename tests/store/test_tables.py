@@ -12,13 +12,23 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 
 from carrel.store import Database, FilespaceEntry, SessionRecord, SnapshotRecord
 from carrel.store.jobs import JobRecord
-from carrel.store.tables import PathBytes, Words, filespace_entries, jobs, metadata, sessions, snapshots
+from carrel.store.tables import (
+    PathBytes,
+    Words,
+    declare_for_postgresql,
+    filespace_entries,
+    jobs,
+    metadata,
+    sessions,
+    snapshots,
+)
 
 PARTIAL = {"sessions_context", "events_job", "jobs_expiry", "jobs_key", "jobs_webhook"}
 
 
 @pytest.mark.parametrize("dialect", [sqlite.dialect(), postgresql.dialect()], ids=lambda each: each.name)
 def test_both_databases_take_the_tables(dialect: object) -> None:
+    declare_for_postgresql()
     for table in metadata.sorted_tables:
         assert "CREATE TABLE" in str(CreateTable(table).compile(dialect=dialect))  # type: ignore[arg-type]
         for index in table.indexes:

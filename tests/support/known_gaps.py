@@ -113,6 +113,18 @@ ATTACKED: dict[str, tuple[str, ...]] = {
 in gVisor all are with `--on-gvisor`, in virtual machines with `--on-microvm`, in Docker with `--on-docker`.
 """
 
+ON_IMAGE = {
+    "test_host_files": "user on an image",
+    "test_mounts": "user on an image",
+    "test_privileges": "root on an image",
+    "test_processes": "root on an image",
+    "test_secrets": "root on an image",
+    "test_termination": "user on an image",
+}
+"""Modules whose attacks are also made from a sandbox that runs from an image; with `--on-image` those of all are. Else
+they share one sandbox, as far as they need none of their own.
+"""
+
 _OWN_KERNEL = "what it reaches belongs to gVisor's kernel, which only this sandbox has"
 _NOT_SHOWN = "gVisor does not show these options of mounts; it enforces them"
 _NO_FILTER = "there is no filter inside; gVisor's kernel has one of its own on the host"

@@ -80,8 +80,8 @@ def create_app(
 
 _FIRST = (commands, sandboxes, attached, approvals, policies, secrets, host)
 _ALL = (
-    "commands", "python", "sandboxes", "files", "stateless", "code_contexts", "mcp_servers", "terminals", "attached",
-    "approvals", "audit", "checkpoints", "contexts", "envs", "events", "filespaces", "host", "images", "jobs",
+    "commands", "jobs", "python", "sandboxes", "files", "stateless", "code_contexts", "mcp_servers", "terminals",
+    "attached", "approvals", "audit", "checkpoints", "contexts", "envs", "events", "filespaces", "host", "images",
     "metrics", "policies", "pools", "secrets", "snapshots", "templates", "tokens", "tools",
 )  # fmt: skip
 """The most frequent first: the framework tries the routes one after the other."""

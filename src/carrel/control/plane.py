@@ -355,9 +355,6 @@ class ControlPlane:
         self.filespaces = Filespaces(
             sessions, operations, filespace_store, files, masks, default_cap=settings.sandbox.disk_mb * MB
         )
-        self.context_deletion = ContextDeletion(
-            sessions, operations, workspaces, store, policies, changes, self.secrets, files, events
-        )
         self.bundles = Bundles(operations)
         self.checkpoints = CheckpointOperations(sessions, operations, checkpoints)
 
@@ -405,6 +402,9 @@ class ControlPlane:
             metrics,
             worker,
             settings.lease_s,
+        )
+        self.context_deletion = ContextDeletion(
+            sessions, operations, workspaces, store, policies, changes, self.secrets, files, events, jobs
         )
 
         # upkeep
@@ -467,7 +467,7 @@ class ControlPlane:
             if worker.count > 1:
                 locks = ProcessLocks(worker.locks)
                 stack.callback(locks.close)
-                others = Workers(f"{worker.locks}-database", worker.wrote)
+                others = Workers(f"{worker.locks}-database", worker.count, worker.wrote)
             database = await Database.open(settings.database_url, others)
             stack.push_async_callback(database.close)
             checkpoints = CheckpointStore(

@@ -409,6 +409,18 @@ class JobStore:
 
         await self._grouped.write(job_id, run)
 
+    async def forget(self, context_id: str) -> None:
+        """Remove the jobs of a context, with their output and artifacts."""
+
+        def run(connection: Connection) -> tuple[None, Sequence[EventDraft]]:
+            mine = select(jobs.c.id).where(jobs.c.context_id == context_id)
+            for table in (job_output, job_artifacts):
+                connection.execute(delete(table).where(table.c.job_id.in_(mine)))
+            connection.execute(delete(jobs).where(jobs.c.context_id == context_id))
+            return None, ()
+
+        await self._grouped.write("~", run, large=True)
+
     async def of_context(self, context_id: str) -> list[JobRecord]:
         """Return the jobs of a context."""
         return await self._database.all(select(jobs).where(jobs.c.context_id == context_id), _record)

@@ -42,6 +42,7 @@ SHARED_WAIT_S = 0.3
 """How often a caller that waits looks for a job that may run on another server."""
 ALONE_WAIT_S = 5.0
 _COUNTED_S = 1.0
+_ENDING_S = 15.0
 _ID = re.compile(r"job-[0-9a-f]{20}")
 
 
@@ -141,9 +142,10 @@ class Jobs:
                 field="Idempotency-Key",
                 hint="take a new key for a new job",
             )
-        if new:
-            self._runner.wake()
-        return await self._info(stored)
+        if not new:
+            return await self._info(stored)
+        self._runner.wake()
+        return lifecycle.info_of(stored).model_copy(update={"summary": shown["summary"]})
 
     @staticmethod
     def _context(caller: Caller, request: JobRequest, job_id: str) -> str:
@@ -320,6 +322,29 @@ class Jobs:
                 self._watch.changed(changed)
             self._runner.cancel(job_id)
         return await self._info(await self._known(job_id))
+
+    async def cancel_all(self, caller: Caller, context_id: str) -> bool:
+        """Cancel the jobs of a context that have not ended; return whether it has any jobs."""
+        decide = partial(lifecycle.cancelled, by=caller.identity.subject, ttl_s=self._settings.ttl_s)
+        found = await self._store.of_context(context_id)
+        for record in found:
+            if (changed := await self._store.change(record.id, decide)) is not None:
+                self._watch.changed(changed)
+                self._runner.cancel(record.id)
+        return bool(found)
+
+    async def remove_all(self, context_id: str) -> None:
+        """Remove the jobs of a context with their output. Those that run are waited for, but not for long: they were
+        cancelled, and their sandbox has ended.
+        """
+        ends = time.monotonic() + _ENDING_S
+        for record in await self._store.of_context(context_id):
+            with self._watch.watching(record.id) as changed:
+                now: JobRecord | None = record
+                while now is not None and not now.state.terminal and time.monotonic() < ends:
+                    await self._changed(changed, SHARED_WAIT_S)
+                    now = await self._store.get(record.id)
+        await self._store.forget(context_id)
 
     # upkeep
 

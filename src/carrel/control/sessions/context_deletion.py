@@ -5,6 +5,8 @@ For administrators only: the API checks the caller.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from carrel.control.governance.policies import Policies
 from carrel.control.governance.policy_changes import PolicyChanges
 from carrel.control.operations.caller import Caller
@@ -17,6 +19,16 @@ from carrel.errors import NotFound
 from carrel.events import EventLog
 from carrel.models.operations import FORGET_CONTEXT
 from carrel.store import SessionStore
+
+
+class JobsOfContext(Protocol):
+    """Ends and removes the jobs of a context."""
+
+    async def cancel_all(self, caller: Caller, context_id: str) -> bool:
+        """Cancel the jobs of a context that have not ended; return whether it has any jobs."""
+
+    async def remove_all(self, context_id: str) -> None:
+        """Remove the jobs of a context with their output, once they have ended."""
 
 
 class ContextDeletion:
@@ -33,7 +45,9 @@ class ContextDeletion:
         secrets: SecretService,
         files: FilespaceFiles,
         events: EventLog,
+        jobs: JobsOfContext,
     ):
+        self._jobs = jobs
         self._events = events
         self._sessions = sessions
         self._operations = operations
@@ -47,13 +61,14 @@ class ContextDeletion:
     async def forget(self, caller: Caller, context_id: str) -> None:
         """End the session of a context and delete all its data; `NotFound` when there is none."""
         async with self._operations.admit(caller, FORGET_CONTEXT, {}, context_id=context_id):
-            if not await self._known(context_id):
+            if not await self._jobs.cancel_all(caller, context_id) and not await self._known(context_id):
                 raise NotFound(
                     f"nothing is known of a context '{context_id[:128]}'",
                     field="context_id",
                     hint="`carrel ps --all` shows contexts, terminated ones too",
                 )
             await self._sessions.delete(caller, context_id, "forgotten")
+            await self._jobs.remove_all(context_id)
             await self._files.erase(context_id)
             await self._events.forget(context_id)
             await self._changes.delete(context_id)  # last: its rules hold until everything else is gone
