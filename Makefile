@@ -1,10 +1,10 @@
 # Each target sets up what it needs on a fresh clone.
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test kills fleet check format bench generate requirements wheel clean
+.PHONY: help setup serve test kills fleet cluster-test check format bench generate requirements wheel clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 setup:  ## make .venv with everything that development needs
 	@scripts/setup dev
@@ -34,6 +34,9 @@ kills: setup  ## kill the server 200 times under load on each database, with ima
 
 fleet: setup  ## end one of two and of three servers every 20 s for 3 minutes, with 100 contexts and 16 clients
 	@CARREL_FLEET_S=$${CARREL_FLEET_S:-180} $(PY) -m pytest -q tests/end_to_end/test_fleet_history.py $(ARGS)
+
+cluster-test: setup  ## test on a real Kubernetes, which it builds (once, ten minutes), starts and ends (ARGS="-k name")
+	@scripts/cluster run $(abspath $(PY)) -m pytest -q -p no:cacheprovider tests/cluster $(ARGS)
 
 check: setup  ## format, lint, strict types, import layers, generated files
 	@$(PY) -m ruff format --check .

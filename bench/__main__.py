@@ -54,6 +54,9 @@ BENCHMARKS = {
             "gVisor sandboxes beside `runsc run` and `runsc exec`: cold start, start from a slot, a command, memory",
         ),
         Benchmark("docker", "containers beside `docker run`: cold, from a slot, a command, memory of a slot"),
+        Benchmark(
+            "kubernetes", "pods beside a bare Sandbox of agent-sandbox and exec through the API (needs a cluster)"
+        ),
         Benchmark("burst", "100 sandboxes at once, 500 alive"),
         Benchmark("execs", "a command in a running sandbox: socket, API, SDK"),
         Benchmark("rate", "commands per second with 8 clients"),

@@ -1,5 +1,6 @@
 """What the hop to the owner adds: the same command, the same download of 1 GB and a key in each of 200 open terminals,
-asked of the server that has the sandbox and of another one, in turns.
+asked of the server that has the sandbox and of another one, in turns. Then the same with SPIFFE IDs, where the hop is
+mutual TLS.
 
 Two servers share a SQLite database. A forwarded request does not use it: the other server remembers the owner.
 """
@@ -27,21 +28,29 @@ TERMINALS, BOXES = 200, 8
 
 async def run(progress: Progress) -> Report:
     """Measure."""
+    plain, tls = await _hop("none", progress), await _hop("carrel", progress)
+    compared = ("forward_overhead_ms", "forward_download_vs_direct", "forward_terminals_vs_direct")
+    figures = {**plain.figures, **{name.replace("_", "_tls_", 1): tls.figures[name] for name in compared}}
+    return Report(figures, [*plain.tables, *tls.tables])
+
+
+async def _hop(source: str, progress: Progress) -> Report:
     async with ground.scratch() as place:
         shared = {
             "CARREL_DATABASE": f"sqlite:///{place}/shared.db",
             "CARREL_ARCHIVE": str(place / "archive"),
             "CARREL_SECRET_KEY": base64.b64encode(secrets.token_bytes(32)).decode(),
             "CARREL_SANDBOX_DISK_MB": str(4 * SIZE_MB),
+            "CARREL_SPIFFE_SOURCE": source,
         }
         async with (
             ground.server({**shared, "CARREL_NODE": "a"}) as owner,
             ground.server({**shared, "CARREL_NODE": "b", "CARREL_MAX_SANDBOXES": "1"}) as other,
         ):
-            return await _measure(owner, other, progress)
+            return await _measure(owner, other, "plain HTTP" if source == "none" else "mutual TLS", progress)
 
 
-async def _measure(owner: ground.Server, other: ground.Server, progress: Progress) -> Report:
+async def _measure(owner: ground.Server, other: ground.Server, how: str, progress: Progress) -> Report:
     with Client(other.url, other.token) as client:
         client.sandbox("filler")  # it has no room for more
     with Client(owner.url, owner.token) as client:
@@ -70,7 +79,7 @@ async def _measure(owner: ground.Server, other: ground.Server, progress: Progres
             hop.close()
     keys = await _terminals({"direct": owner, "forwarded": other}, boxes)
     what = f"`true` in a running sandbox, {ROUNDS} rounds; {SIZE_MB} MB; a key in each of {TERMINALS} terminals"
-    table = Table(what, ("", "median ms", "p99 ms", "MB/s", "all keys ms"))
+    table = Table(f"{what}; {how}", ("", "median ms", "p99 ms", "MB/s", "all keys ms"))
     for name in commands:
         each = taken[name]
         table.add(

@@ -23,7 +23,7 @@ from carrel.models import Network
 from carrel.primitives.spiffe import SpiffeId
 from carrel.providers.base import Launch
 from carrel.providers.control_directory import facts_of, waiting_supervisor
-from carrel.providers.links import RemoteAddress, RemoteLink, SupervisorLink, UnixLink
+from carrel.providers.links import LocalLink, RemoteAddress, RemoteLink, SupervisorLink
 from carrel.providers.remote import give_facts
 from carrel.spiffe.authority import CertificateAuthority
 from carrel.spiffe.identity import NodeIdentity, OwnSource
@@ -107,7 +107,7 @@ async def _on_unix_socket(place: Path) -> AsyncIterator[SupervisorLink]:
         async with _program("carrel.supervisor.program", str(place / "report")):
             with closing(await waiting_supervisor(listener, _never())) as waiting:
                 await waiting.begin({**_facts(place, "unix"), "socket": str(place / "socket")})
-            yield UnixLink(str(place / "socket"))
+            yield LocalLink(str(place / "socket"))
 
 
 @asynccontextmanager

@@ -194,7 +194,11 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         (
             Panel("Processor", "short", (("rate(carrel_process_cpu_seconds_total{$where}[$window])", "{{instance}}"),)),
             Panel("Memory", "bytes", (("carrel_process_resident_memory_bytes{$where}", "{{instance}}"),)),
-            Panel("Seconds until the SVID expires", "s", (("carrel_svid_expires_seconds{$where}", "{{instance}}"),)),
+            Panel(
+                "Seconds until the SVID expires",
+                "s",
+                (("(carrel_svid_expiry_timestamp_seconds{$where} > 0) - time()", "{{instance}}"),),
+            ),
             Panel("Open files", "short", (("carrel_process_open_fds{$where}", "{{instance}}"),)),
         ),
     ),

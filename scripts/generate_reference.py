@@ -179,7 +179,7 @@ def trust_page() -> str:
 
 def providers_page() -> str:
     """Return the page of providers: capabilities, and known gaps in both suites with the reasons."""
-    from tests.support.known_gaps import ATTACKED, NEVER, NOT_JUDGED, SOMETIMES
+    from tests.support.known_gaps import ATTACKED, NEVER, NOT_JUDGED, ON_IMAGE, SOMETIMES
 
     from carrel.providers.base import Capability
     from carrel.providers.built_in import BUILT_IN, LEVELS
@@ -194,27 +194,27 @@ def providers_page() -> str:
         "`tests/support/known_gaps.py`. The tests fail for a missing capability that is not declared there, for a\n"
         "declared one that is promised, and for an attack that succeeds and is not declared.\n"
         "`carrel doctor` shows what this host has.\n\n"
-        "| provider | level | conformance: never promised | promised on some hosts | security: attacks that are made |"
-        " attacks not judged |\n"
+        "| provider | level | conformance: never promised | promised on some hosts |"
+        " security: attacks of these modules in every run | attacks not judged |\n"
         f"|{' --- |' * 6}\n",
     ]
     for name in names:
         level = BUILT_IN[name].level
         unharmful = "those that do no harm: they must succeed"
-        made = (
-            (_code(ATTACKED[name]) or f"none; all with `--on-{name}`")
-            if name in ATTACKED
-            else "all"
-            if level
-            else unharmful
-        )
+        made = f"{_code(ATTACKED[name])}; all with `--on-{name}`" if name in ATTACKED else "all" if level else unharmful
         unjudged = len(NOT_JUDGED.get(name, {}))
         listed = f"[{unjudged}, listed below](#{name}-attacks-that-are-not-judged)" if unjudged else "none"
         parts.append(
             f"| `{name}` | {level}: {LEVELS[level]} | {_code(NEVER[name])} | {_code(SOMETIMES[name])} | {made} |"
             f" {listed} |\n"
         )
-    parts.append("\nAttacks of further modules are made in gVisor with `pytest tests/security --on-gvisor`.\n")
+        if name == "namespace":
+            made = f"{_code(ON_IMAGE)}; all with `--on-image`"
+            parts.append(f"| `{name}`, from an image | {level}: {LEVELS[level]} | none | as above | {made} | none |\n")
+    parts.append(
+        "\nThe options in the table belong to `pytest tests/security`. Virtual machines are emulated where KVM does\n"
+        "not work.\n"
+    )
     parts.append("\n## Capabilities\n\n| capability |" + "".join(f" `{name}` |" for name in names))
     parts.append(f"\n|{' --- |' * (len(names) + 1)}\n")
     for capability in Capability:

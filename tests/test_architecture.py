@@ -27,7 +27,7 @@ ALLOWED = {
     "spiffe": BASE | {"extras"},
     "supervisor": BASE,
     "sandbox_programs": set(),
-    "providers": BASE | {"isolation", "threads", "models", "spiffe"},
+    "providers": BASE | {"extras", "isolation", "threads", "models", "spiffe"},
     "egress": BASE | {"policy", "models", "metrics", "redaction", "isolation", "threads"},
     "control": BASE
     | KINDS

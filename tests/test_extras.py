@@ -33,7 +33,9 @@ NOT_SERVER = {
 OPTIONAL = {
     ("a2a", "uvloop"),  # a faster event loop where the server is installed too
     ("supervisor", "matplotlib"),  # only if the code that an agent runs imports it
+    ("server", "yaml"),  # only with a kubeconfig file
     ("server", "nats"),  # only with the setting `bus`
+    ("server", "spiffe"),  # only with the setting `spiffe.source`
     ("server", "opentelemetry"),  # only with the setting `tracing.enabled`
     ("server", "spiffe"),  # only with certificates of SPIRE
     ("server", "pypdf"),  # only in sandboxes of the template file-search
@@ -84,8 +86,12 @@ def files_of(extra: str) -> list[Path]:
         parts = [entry.name for entry in SOURCE.iterdir() if entry.name not in NOT_SERVER]
     elif extra == "mcp":
         parts = ["integrations/mcp", "integrations/http.py", "integrations/client_pool.py", "cli/mcp.py"]
+    elif extra == "kubernetes":
+        parts = ["providers/kubernetes/access.py"]
     elif extra == "nats":
         parts = ["events/nats_bus.py"]
+    elif extra == "spiffe":
+        parts = ["spiffe/spire.py"]
     elif extra == "otel":
         parts = ["tracing/otel.py"]
     elif extra == "deepagents":

@@ -19,7 +19,7 @@ from carrel.control.operations.happened import told_of
 from carrel.errors import BY_CODE
 from carrel.integrations.langgraph.metrics import ModelMetrics
 from carrel.metrics import DECLARATIONS, EXITS, MetricDeclaration, Metrics
-from carrel.models import CommandResult, State
+from carrel.models import CommandResult, JobState, State
 from carrel.models.operations import TABLE
 
 ROOT = Path(__file__).parent.parent
@@ -31,7 +31,7 @@ VALUES = {
     "outcome": set(BY_CODE) | {"ok", "unexpected", "cancelled", "lost", "not_connected"},
     "name": {row.name for row in TABLE},
     "exit": set(EXITS),
-    "state": {*map(str, State), "starting", "ready", "busy", "idle"},
+    "state": {*map(str, State), *map(str, JobState), "starting", "ready", "busy", "idle"},
     "result": {"claimed", "dry", "died"},
     "kind": {"fresh", "resume"},
     "direction": {"in", "out"},

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import tempfile
@@ -17,7 +18,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from tests.support.fleet import Fleet
 from tests.support.governed import POLICY
+from tests.support.postgres import Postgres
 from tests.support.sandboxes import until
 from tests.support.worker_servers import ServerWithWorkers, server_with_workers
 from websockets.asyncio.client import connect
@@ -452,6 +455,32 @@ def is_running(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+async def test_workers_beside_another_server_on_one_database(postgres: Postgres, carrel_forks: None) -> None:
+    schema = f"workers_{secrets.token_hex(4)}"
+    await postgres.execute(f"CREATE SCHEMA {schema}")
+    fleet = Fleet(postgres.url(search_path=schema))
+    try:
+        for name, count in (("several", "2"), ("one", "1")):
+            fleet.start(name, CARREL_WORKERS=count)
+            fleet.ready(name)  # one after the other: the first makes the tables
+        async with fleet.http("several") as several, fleet.http("one") as one:
+            nodes = (await one.get("/v1/nodes")).json()["items"]
+            assert {each["name"]: each["state"] for each in nodes} == dict.fromkeys(
+                ("one", "several:0", "several:1"), "running"
+            )
+            for number in range(8):  # wherever it starts, everybody reaches it
+                box = await started(one if number % 2 else several, f"spread-{number}")
+                for client in (several, one):
+                    answer = await client.post(f"{box}/commands", json={"command": "echo on"})
+                    assert answer.json().get("stdout") == "on\n", answer.text
+            assert (await one.post("/v1/sandboxes/spread-0/stop", json={})).status_code == 200
+            assert (await one.post("/v1/sandboxes", json={"context_id": "spread-0"})).status_code in {200, 201}
+            answer = await several.post("/v1/sandboxes/spread-0/commands", json={"command": "ls -d scripts"})
+            assert answer.json().get("stdout") == "scripts\n", answer.text
+    finally:
+        fleet.close()
 
 
 def test_nothing_is_left_behind(carrel_forks: None) -> None:

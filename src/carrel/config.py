@@ -405,6 +405,67 @@ class DockerSettings(_Group):
     )
 
 
+class KubernetesSettings(_Group):
+    """The providers `kubernetes` and `kubernetes-gvisor`: sandboxes as pods of a cluster. They need SPIFFE IDs
+    (`spiffe.source`).
+    """
+
+    enabled: bool = Field(default=False, description="offer the provider `kubernetes`")
+    kubeconfig: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a kubeconfig file; by default `$KUBECONFIG`, the service account of the pod that the server runs "
+        "in, or `~/.kube/config`",
+    )
+    namespace: str = Field(
+        default="carrel-sandboxes",
+        pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$",
+        description="the namespace of the pods; nothing else should be in it",
+    )
+    image: str = Field(
+        default="debian:12", min_length=1, max_length=512, description="the image of the sandboxes; any image will do"
+    )
+    bundle_image: str = Field(
+        default="localhost/carrel-bundle:latest",
+        min_length=1,
+        max_length=512,
+        description="the image with the supervisor's bundle, which `carrel bundle --image` makes",
+    )
+    pull_policy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        default="IfNotPresent", description="when nodes pull these two images"
+    )
+    volume_claim: str = Field(
+        default="carrel-workspaces",
+        pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$",
+        description="the claim, in the namespace of the pods, of the shared volume (ReadWriteMany) with the workspaces",
+    )
+    volume_directory: str | None = Field(
+        default=None,
+        pattern=r"^/",
+        description="where this server has the root of that volume mounted; workspaces must be below it. By default "
+        "`data_dir`",
+    )
+    gvisor_class: str = Field(
+        default="",
+        pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$",
+        description="the RuntimeClass of gVisor, for example `gvisor`. With it there is the provider "
+        "`kubernetes-gvisor`, which sandboxes of trust `low` can use",
+    )
+    user_namespaces: bool = Field(
+        default=False, description="give every pod users of its own (`hostUsers: false`); the cluster has to be able to"
+    )
+    agent_sandbox: bool = Field(
+        default=True, description="make pods through agent-sandbox where it is installed; else they are plain pods"
+    )
+    warm_pool: int = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="pods that agent-sandbox keeps ready for each kind of new sandbox: a warm pool, from which slots "
+        "and cold starts are claimed. 0 for none",
+    )
+
+
 class McpSettings(_Group):
     """MCP servers of contexts."""
 
@@ -526,7 +587,7 @@ class SpiffeSettings(_Group):
         max_length=255,
         pattern=r"^([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):[0-9]{1,5}$",
         description="where this server listens for other servers with mutual TLS, as `host:port`; by default `host` "
-        "and a free port",
+        "and a free port. Of several workers, each takes the next port",
     )
 
 
@@ -634,6 +695,7 @@ class Settings(_Group):
     images: ImageSettings = Field(default_factory=ImageSettings)
     docker: DockerSettings = Field(default_factory=DockerSettings)
     gvisor: GvisorSettings = Field(default_factory=GvisorSettings)
+    kubernetes: KubernetesSettings = Field(default_factory=KubernetesSettings)
     pool: PoolSettings = Field(default_factory=PoolSettings)
     microvm: MicrovmSettings = Field(default_factory=MicrovmSettings)
     router: RouterSettings = Field(default_factory=RouterSettings)

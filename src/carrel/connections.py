@@ -23,6 +23,7 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from uvicorn.server import ServerState
 
 from carrel.errors import CarrelError, InvalidRequest, LimitExceeded, TooLarge
+from carrel.primitives.keepalive import unanswered_packets
 from carrel.primitives.spiffe import SpiffeId, require_peer
 
 log = logging.getLogger("carrel.connections")
@@ -72,6 +73,9 @@ class OpenConnection:
         self.answering = False
         """Whether a complete request waits for its response."""
         self.peer = _peer(transport)
+        connected = transport.get_extra_info("socket")
+        self.is_local = connected is not None and connected.family == socket.AF_UNIX
+        """Whether it came over a Unix socket, which only programs of this user can open."""
         self.node: str | None = None
         """The server at the other end, if it was verified by its SPIFFE ID."""
 
@@ -118,7 +122,7 @@ class OpenConnection:
         """Close the connection if the machine of its caller is gone. A caller that is only suspended (Ctrl-Z) reads
         nothing and answers no ping of a WebSocket, but its kernel answers; so `TCP_USER_TIMEOUT` is no help here.
         """
-        if _unanswered_packets(self._transport) >= MOST_UNANSWERED:
+        if unanswered_packets(self._transport) >= MOST_UNANSWERED:
             log.info("the machine of a caller at %s is gone", self.peer)
             self.abort()
         else:
@@ -270,15 +274,6 @@ def _keep_alive(transport: asyncio.Transport) -> None:
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             caller.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _unanswered_packets(transport: asyncio.Transport) -> int:
-    """Return how often the kernel has sent something again without any answer of the other kernel."""
-    caller = transport.get_extra_info("socket")
-    if caller is None or caller.family == socket.AF_UNIX:
-        return 0
-    info: bytes = caller.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 4)  # state, congestion, retransmits, probes
-    return max(info[2], info[3])
 
 
 class HttpProtocol(HttpToolsProtocol):

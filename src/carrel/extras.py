@@ -15,6 +15,7 @@ PARTS = {
     "a2a": "the A2A agent",
     "langgraph": "the LangGraph integration",
     "deepagents": "the deepagents integration",
+    "kubernetes": "the use of kubeconfig files",
     "nats": "the delivery of events to NATS",
     "otel": "the export of traces",
     "spiffe": "the client of SPIRE",

@@ -99,10 +99,10 @@ COMMAND = _declare(
     {"template": _TEMPLATE, "exit": ", ".join(f"`{each}`" for each in sorted(EXITS))},
     (*_QUICK, 900.0, 3600.0),
 )
-SVID_EXPIRES = _declare(
-    "carrel_svid_expires_seconds",
+SVID_EXPIRY = _declare(
+    "carrel_svid_expiry_timestamp_seconds",
     "gauge",
-    "Seconds until this server's SVID expires; it is renewed at half of its life.",
+    "When the SVID of this server expires, in seconds since 1970; 0 if servers have no SPIFFE IDs.",
 )
 EVENT_LAST_ID = _declare("carrel_event_last_id", "gauge", "Number of the newest event; its growth is the rate.")
 EVENT_READERS = _declare("carrel_event_readers", "gauge", "Open streams of events of this server.")
@@ -394,12 +394,12 @@ class Metrics:
         self._event_last = self._gauge(EVENT_LAST_ID)
         self._event_readers = self._gauge(EVENT_READERS)
         self._event_behind = self._gauge(EVENT_BUS_BEHIND)
+        self._svid_expiry = self._gauge(SVID_EXPIRY)
         self._job_states = _Series(self._gauge(JOBS))
         self._job_phases = _Series(self._histogram(JOB_PHASE))
         ends = Counter(JOB_ENDS.name, JOB_ENDS.text, list(JOB_ENDS.labels), registry=self._registry)
         self._job_ends = _Series(ends)
         self._job_cpu = _Series(self._histogram(JOB_CPU))
-        self._svid_expires: Gauge | None = None
         self._archive_bytes = Counter(ARCHIVE_BYTES.name, ARCHIVE_BYTES.text, registry=self._registry)
         self._syncs = _Series(self._histogram(SYNC))
         self._image_pulls = _Series(self._histogram(IMAGE_PULL))
@@ -537,11 +537,9 @@ class Metrics:
         """Remove the metrics of a workspace."""
         self._workspaces.forget(context_id)
 
-    def svid(self, expires_in_s: float) -> None:
-        """Set how long the SVID of this server is valid. A server without one shows no such metric."""
-        if self._svid_expires is None:
-            self._svid_expires = self._gauge(SVID_EXPIRES)
-        self._svid_expires.set(expires_in_s)
+    def svid(self, expires_at: float) -> None:
+        """Set when the SVID of this server expires."""
+        self._svid_expiry.set(expires_at)
 
     def events(self, last: int, readers: int, behind: int) -> None:
         """Set how long the event log is, how many read it, and what the bus lacks."""
@@ -581,7 +579,7 @@ _NOT_SUMMED = (
     "_timestamp_seconds",
     "_start_time_seconds",
     "_max_fds",
-    *(each.name for each in (WORKSPACE_BYTES, EVENT_LAST_ID, SANDBOX_MEMORY, SANDBOX_MEMORY_PEAK, SVID_EXPIRES)),
+    *(each.name for each in (WORKSPACE_BYTES, EVENT_LAST_ID, SANDBOX_MEMORY, SANDBOX_MEMORY_PEAK, SVID_EXPIRY)),
     SANDBOX_CPU.name.removesuffix("_total"),
 )
 """The ends of the names of metrics of which the largest value counts: several workers have the same one."""

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 import carrel
 from carrel.config import FLEET_DATABASES, Settings, load
-from carrel.control.host import HostParts, microvm_options
+from carrel.control.host import HostParts, kubernetes_options, microvm_options
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
 from carrel.models import HostReport
 from carrel.primitives import tasks
@@ -44,7 +44,7 @@ from carrel.workspaces.layout import Layout
 from carrel.workspaces.volumes.doctor import disk_quota, retention
 
 if TYPE_CHECKING:
-    from carrel.api.serving import HttpServer
+    from carrel.api.serving import HttpServer, SharedListener
     from carrel.control.nodes.workers import Worker, WorkerTable
     from carrel.control.plane import ControlPlane
     from carrel.control.secrets.rekeying import Rekeyed
@@ -54,6 +54,8 @@ log = logging.getLogger("carrel.server")
 _LOG_FORMAT = "%(asctime)s %(levelname)s {}%(name)s: %(message)s"
 _BEAT_S = 0.1
 """The time between two signs of life of a worker."""
+_SWITCH_S = 0.0005
+"""How long a thread of a worker may wait for the interpreter: it may have a lock that other workers wait for."""
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -129,7 +131,7 @@ async def _store_agent_token(settings: Settings, plane: ControlPlane) -> None:
 
     path = os.path.join(settings.data_dir, "agent-token")
     stored = _stored_token(path)
-    token = await agent_token(plane.tokens, plane.audit, stored, None if settings.database is None else plane.node)
+    token = await agent_token(plane.tokens, plane.audit, stored, None if settings.database is None else plane.server)
     if token == stored:
         os.chmod(path, 0o600)
     else:
@@ -180,12 +182,14 @@ def _bind(host: str, port: int, host_field: str, port_field: str) -> socket.sock
     return listener
 
 
-def _bind_for_nodes(settings: Settings) -> socket.socket | None:
-    """Listen for other servers; None where they have no SPIFFE IDs, and for a server that is alone on its database."""
+def _bind_for_nodes(settings: Settings, worker: int = 0) -> socket.socket | None:
+    """Listen for other servers; None where they have no SPIFFE IDs, and for a server that is alone on its database.
+    Each worker has a port of its own: those after the one of the setting.
+    """
     if settings.spiffe.source == "none" or settings.database is None:
         return None
     host, _, port = (settings.spiffe.listen or f"{settings.host}:0").rpartition(":")
-    return _bind(host.strip("[]"), int(port), "spiffe.listen", "spiffe.listen")
+    return _bind(host.strip("[]"), int(port) and int(port) + worker, "spiffe.listen", "spiffe.listen")
 
 
 def _urls(listener: socket.socket) -> tuple[str, str]:
@@ -351,6 +355,7 @@ def local_host_report() -> HostReport:
             docker=settings.docker.socket,
             gvisor=GvisorOptions(settings.gvisor.runsc, settings.gvisor.platform),
             microvm=microvm_options(settings.microvm),
+            kubernetes=kubernetes_options(settings),
             bundles="/",
             third_party=settings.sandbox.third_party_names,
         ),
@@ -365,8 +370,17 @@ def make_bundle(settings: Settings) -> SupervisorBundle:
     return provide(bundles_of(settings.data_dir))
 
 
+def make_bundle_image(settings: Settings, path: Path, name: str) -> SupervisorBundle:
+    """Make the bundle for remote supervisors, and write it to a file as an image for pods. Needs no server."""
+    from carrel.providers import bundle_image
+
+    made = provide(bundles_of(settings.data_dir), remote=True)
+    bundle_image.write(made, str(path), name)
+    return made
+
+
 def rekey(settings: Settings, *, old_key: str | None = None, new_key: str | None = None) -> Rekeyed:
-    """SharedChange the key of the secrets. Raises `Conflict` while a server uses this data directory."""
+    """Change the key of the secrets. Raises `Conflict` while a server uses this data directory."""
     from carrel.control.secrets.rekeying import rekey as change
 
     try:
@@ -444,9 +458,7 @@ async def _serve(settings: Settings, users: Path | None, starting: Sequence[int]
             from carrel.api.app import resources
 
             await asyncio.to_thread(resources)  # no request has to wait for it
-        ends = [asyncio.ensure_future(each.wait()) for each in (stop, server.plane.nodes.expelled)]
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        await tasks.cancel(ends)
+        await _ended(stop, server.plane)
         log.info("shutting down")
 
 
@@ -485,12 +497,6 @@ def _serve_with_workers(settings: Settings, count: int) -> None:
             "a server with several workers has no single address for other servers: each worker has one of its own",
             field="node_url",
             hint="leave CARREL_NODE_URL out, or run one worker",
-        )
-    if settings.spiffe.source != "none":
-        raise InvalidRequest(
-            "a server with several workers cannot have a SPIFFE ID yet: each worker would need one of its own",
-            field="workers",
-            hint="run one worker, or several servers, or leave CARREL_SPIFFE_SOURCE out",
         )
     layout = Layout(settings.data_dir)
     layout.prepare()
@@ -548,6 +554,7 @@ async def _work(
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    sys.setswitchinterval(_SWITCH_S)
     layout = Layout(settings.data_dir)
     worker = Worker(
         settings.node or layout.node(),
@@ -559,30 +566,53 @@ async def _work(
         alone=alone,
     )
     own: list[socket.socket] = []
-    if settings.database_url.startswith(FLEET_DATABASES):  # other servers reach each worker by itself
+    for_nodes: socket.socket | None = None
+    # Where several servers share the database, others reach each worker by itself.
+    shared = settings.database_url.startswith(FLEET_DATABASES)
+    if shared and (for_nodes := _bind_for_nodes(settings, index)) is None:
         own.append(_bind(settings.host, 0, "host", "port"))
     async with AsyncExitStack() as stack:
+        if for_nodes is not None:
+            stack.enter_context(closing(for_nodes))
         plane, server = await stack.enter_async_context(_answering(settings, token, worker, own))
+        await stack.enter_async_context(_accepting_nodes(plane, server, for_nodes))
         await server.listen_too(worker.socket)
         stack.callback(os.unlink, worker.socket)
-        beating = asyncio.get_running_loop().create_task(_beat(table, worker, plane, server))
-        stack.push_async_callback(tasks.cancel, [beating])
-        await plane.nodes.join(_node_url(own[0], None) if own else UNIX + worker.socket, carrel.__version__)
+        reached = own[0] if own else for_nodes
+        url = UNIX + worker.socket if reached is None else _node_url(reached, for_nodes)
+        await plane.nodes.join(url, carrel.__version__)
         table.set_adopted(index, plane.recovered.adopted)
         table.beat(index)
         table.set_ready(index, True)
         stack.callback(table.set_ready, index, False)
         worker.announce(SharedChange.NODES)
-        shared = SharedListener(listener, server, lambda: server.open_connections > table.least_connections())
-        stack.callback(shared.close)
-        await stop.wait()
+
+        def has_more(connections: int) -> bool:
+            table.set_connections(index, connections)
+            return connections > table.least_connections()
+
+        port = SharedListener(listener, server, has_more)
+        stack.callback(port.close)
+        beating = asyncio.get_running_loop().create_task(_beat(table, worker, plane, port))
+        stack.push_async_callback(tasks.cancel, [beating])
+        await _ended(stop, plane)
+        if plane.nodes.expelled.is_set():
+            os.kill(os.getppid(), signal.SIGTERM)  # the whole server ends
+            await stop.wait()
         log.info("shutting down")
 
 
-async def _beat(table: WorkerTable, worker: Worker, plane: ControlPlane, server: HttpServer) -> None:
+async def _ended(stop: asyncio.Event, plane: ControlPlane) -> None:
+    """Wait until this process is told to end, or its SPIFFE ID is revoked."""
+    ends = [asyncio.ensure_future(each.wait()) for each in (stop, plane.nodes.expelled)]
+    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    await tasks.cancel(ends)
+
+
+async def _beat(table: WorkerTable, worker: Worker, plane: ControlPlane, port: SharedListener) -> None:
     """Give signs of life to the leader, and tell the other workers how busy this one is."""
     while True:
         table.beat(worker.index)
-        table.set_connections(worker.index, server.open_connections)
+        port.tell()
         plane.nodes.tell()
         await asyncio.sleep(_BEAT_S)

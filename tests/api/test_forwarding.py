@@ -22,7 +22,9 @@ class NoSandboxes:
 
 def subject_of(row: Operation) -> Subject | None:
     none = cast(Any, None)
-    forwarding = Forwarding(none, none, cast(LiveSandboxes, NoSandboxes()), none, none, authenticated=True)
+    forwarding = Forwarding(
+        none, none, cast(LiveSandboxes, NoSandboxes()), none, none, authenticated=True, verified=False
+    )
     path = re.sub(r"{(\w+)(:path)?}", r"a-\1", row.path)
     scope: dict[str, Any] = {"path": path, "type": "http", "method": row.method}
     if row.method == "WEBSOCKET":

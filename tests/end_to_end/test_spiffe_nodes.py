@@ -198,6 +198,22 @@ async def test_only_servers_of_the_database_are_accepted(fleet: Fleet, at: dict[
     assert answer.status_code == 401 and "mutual TLS" in answer.text
 
 
+async def test_slow_handshakes_keep_no_server_out(fleet: Fleet, at: dict[str, httpx.AsyncClient]) -> None:
+    owner, box = await started(at["a"], "slow")
+    wrong = "b" if owner == "a" else "a"
+    url = httpx.URL((await nodes(at["a"]))[owner]["url"])
+    silent = [await asyncio.open_connection(url.host, url.port) for _ in range(300)]
+    try:
+        answers = await asyncio.gather(*(at[wrong].get(f"{box}/files/stat?path=.") for _ in range(80)))
+        assert {each.status_code for each in answers} == {200}
+        async with asyncio.timeout(30):
+            assert {await reader.read() for reader, _ in silent} == {b""}  # each is closed
+    finally:
+        for _, writer in silent:
+            writer.close()
+    assert (await at[wrong].delete("/v1/contexts/slow")).status_code == 204
+
+
 async def test_servers_with_and_without_an_identity_do_not_mix(fleet: Fleet, at: dict[str, httpx.AsyncClient]) -> None:
     fleet.start("plain", CARREL_SPIFFE_SOURCE="none")
     fleet.ready("plain")
@@ -261,3 +277,29 @@ async def test_a_revoked_server_is_out(fleet: Fleet, at: dict[str, httpx.AsyncCl
     fleet.start("c")
     fleet.ready("c")
     fleet.stop("c")
+
+
+async def test_the_workers_of_a_server_have_one_identity(fleet: Fleet, at: dict[str, httpx.AsyncClient]) -> None:
+    fleet.start("w", CARREL_WORKERS="2")
+    fleet.ready("w")
+    found = await nodes(at["a"])
+    assert {name: each["spiffe_id"] for name, each in found.items() if name.startswith("w")} == dict.fromkeys(
+        ("w:0", "w:1"), f"spiffe://{TRUST_DOMAIN}/carrel/node/w"
+    )
+    async with fleet.http("w") as w:
+        for number in range(4):
+            for client, name in ((w, f"worker-{number}"), (at["a"], f"far-{number}")):
+                _, box = await started(client, name)
+                for asked in (w, *at.values()):
+                    answer = await asked.post(f"{box}/commands", json={"command": "echo hi"})
+                    assert (answer.status_code, answer.json().get("stdout")) == (200, "hi\n"), answer.text
+                assert (await client.delete(f"/v1/contexts/{name}")).status_code == 204
+    assert (await at["a"].post("/v1/nodes/w:0/revoke")).status_code == 404, "a worker has none of its own"
+    assert (await at["a"].post("/v1/nodes/w/revoke")).status_code == 200
+    async with asyncio.timeout(60):
+        while fleet.running("w"):
+            await asyncio.sleep(0.1)
+    assert (await at["a"].post("/v1/nodes/w/readmit")).status_code == 200
+    fleet.start("w")  # what it left is ended
+    fleet.ready("w")
+    fleet.stop("w")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.support import loops
 from tests.support.remote_provider import POOL, TRUST_DOMAIN, RemoteProvider, identities
 from tests.support.servers import ROOT as AS_ROOT
 
@@ -69,6 +70,24 @@ async def harness(place: Path, bundles: Path, known: Identities) -> AsyncIterato
 async def test_promise(check: Check, harness: Harness) -> None:
     outcome = await run_check(check, harness)
     assert outcome.kept, f"{check.promise}\n{outcome.failure}"
+
+
+@loops.the_fast_one
+async def test_on_the_event_loop_of_a_server(place: Path, bundles: Path, known: Identities) -> None:
+    harness = Harness(
+        lambda: RemoteProvider(str(place / "run"), str(bundles), known.sandboxes), workspaces_in(str(place / "ws"))
+    )
+    if (missing := harness.provider.missing()) is not None:
+        pytest.skip(missing)
+    try:
+        async with harness.sandbox() as box:
+            assert (await box.run("echo fine")).stdout == "fine\n"
+            with pytest.raises(TooLarge):
+                await box.connection.request("POST", "/commands", b"x" * (40 << 20))
+            await box.write("file", b"x" * (8 << 20))
+            assert len(await box.read("file")) == 8 << 20
+    finally:
+        await harness.close()
 
 
 # which peers a supervisor accepts

@@ -26,7 +26,7 @@ from tests.support import images, microvm
 from tests.support.attacks import answer, words
 from tests.support.dockerd import DockerDaemon
 from tests.support.gvisor import find_runsc
-from tests.support.known_gaps import ATTACKED, NOT_JUDGED
+from tests.support.known_gaps import ATTACKED, NOT_JUDGED, ON_IMAGE
 from tests.support.masks_ground import Hold, holding
 from tests.support.nesting import give
 from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
@@ -38,17 +38,6 @@ from carrel.primitives.trees import remove_tree
 FOLDERS = {"sandbox.folder_roots": os.path.realpath(tempfile.gettempdir())}
 IN_FOLDERS = {"test_host_files": "root in a folder", "test_mounts": "user in a folder"}
 """Modules whose attacks are also made from a sandbox that works on a folder of the host."""
-ON_IMAGE = {
-    "test_host_files": "user on an image",
-    "test_mounts": "user on an image",
-    "test_privileges": "root on an image",
-    "test_processes": "root on an image",
-    "test_secrets": "root on an image",
-    "test_termination": "user on an image",
-}
-"""Modules whose attacks are also made from a sandbox that runs from an image; with `--on-image` those of all are. Else
-they share one sandbox, as far as they need none of their own.
-"""
 NOT_SHARED = ("test_exhaustion", "test_termination")
 """Modules whose attacks may end the sandbox: each has its own."""
 MASKS_ON_IMAGE = ("test_masks", "test_readonly")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -103,8 +104,9 @@ async def test_two_servers_forward_with_identities_of_spire(
             answer = await at[wrong].post("/v1/sandboxes/c/commands", json={"command": "echo hi"})
             assert answer.status_code == 200, answer.text
             assert (await a.delete("/v1/contexts/c")).status_code == 204
-            metrics = (await a.get("/metrics")).text
-            assert "carrel_svid_expires_seconds " in metrics
+            lines = (await a.get("/metrics")).text.splitlines()
+            [expiry] = [line.split()[1] for line in lines if line.startswith("carrel_svid_expiry_timestamp_seconds ")]
+            assert 0 < float(expiry) - time.time() <= 12
     finally:
         await asyncio.to_thread(fleet.close)
 

@@ -17,7 +17,7 @@ from carrel.models import Network
 from carrel.providers import bundle
 from carrel.providers.base import Launch
 from carrel.providers.control_directory import REPORT, ControlDirectory, facts_of, waiting_supervisor
-from carrel.providers.links import UnixLink
+from carrel.providers.links import LocalLink
 
 PYTHON = bundle.command("")[: bundle.command("").index("-I")]
 """The words that start the interpreter of the bundle inside a sandbox."""
@@ -45,7 +45,7 @@ class ProgramBox:
     def __init__(self, control: ControlDirectory, pid: int):
         self.control = control
         self.pid = pid
-        self.connection = SupervisorConnection(UnixLink(control.socket_path))
+        self.connection = SupervisorConnection(LocalLink(control.socket_path))
 
     async def python(self, code: str, **fields: object) -> Any:
         """Run code on the interpreter of the bundle, as an agent's command."""

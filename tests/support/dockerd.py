@@ -42,6 +42,7 @@ class DockerDaemon:
             ],
             stdout=self._log,
             stderr=self._log,
+            env={**os.environ, "TMPDIR": str(self.place)},  # where containerd writes when dockerd finds it too slow
         )
         until = time.monotonic() + START_S
         while True:

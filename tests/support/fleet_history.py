@@ -6,7 +6,7 @@ error breaks the history. A context knows the lines that must be in its file, in
 
 - a line whose command was answered is there, once;
 - after `not_running` the sandbox is started again. Then the file may have lost lines at its end, but none that an archived
-  snapshot had, and only if another server started it.
+  snapshot had, and only if another server had the session since, by the events of the session.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from carrel.client import AsyncClient, AsyncSandbox
 from carrel.errors import AlreadyExists, CarrelError, NotFound, NotRunning, ServerUnreachable
-from carrel.models import SandboxInfo
+from carrel.models import EventInfo, SandboxInfo
 
 T = TypeVar("T")
 FILE = "history"
@@ -41,6 +41,8 @@ class Context:
 
     name: str
     lines: list[int] = field(default_factory=list)
+    seen: int = 0
+    """The last known event of its session."""
     archived: int = 0
     """How many of its lines an archived snapshot has at least."""
     info: SandboxInfo | None = None
@@ -96,6 +98,7 @@ class Writer:
         """Write one line, or take a snapshot."""
         if context.info is None:
             await self._start(context)
+            await self._happened(context)
         if context.lines and self._random.random() < SNAPSHOT_PART:
             await self._snapshot(context)
         else:
@@ -149,6 +152,7 @@ class Writer:
         """Start the sandbox again, and find out what is left. Whether the pending line is there."""
         before = context.node
         await self._start(context)
+        happened = await self._happened(context)
         self._history.resumed += 1
         self._history.taken_over += before != context.node
         found = await self._read(context)
@@ -158,18 +162,23 @@ class Writer:
         if len(found) < context.archived:
             raise Broken(f"{context.name}: {len(found)} lines are left, an archived snapshot had {context.archived}")
         if len(found) < len(context.lines):
-            if before == context.node:  # then another server must have had it in between, and was lost too
-                events = await self._trying(lambda: self._events(context))
-                if {node for node, _ in events} <= {before}:
-                    raise Broken(f"lines are lost on the same server. {_difference(context, found)}; {events}")
+            if before == context.node and {each.node for each in happened} <= {before}:
+                states = [(each.node, each.body.get("state")) for each in happened]
+                raise Broken(f"lines are lost on the same server. {_difference(context, found)}; {states}")
             self._history.lost += len(context.lines) - len(found)
         context.lines = found
         return found[-1:] == [pending]
 
-    async def _events(self, context: Context) -> list[tuple[str, object]]:
-        """The servers that the session was on, with its states."""
-        events = self._client.events(context.name, kinds=["session"], after=0, follow=False)
-        return [(each.node, each.body.get("state")) async for each in events]
+    async def _happened(self, context: Context) -> list[EventInfo]:
+        """The events of the session since this was last asked."""
+
+        async def read() -> list[EventInfo]:
+            events = self._client.events(context.name, kinds=["session"], after=context.seen, follow=False)
+            return [each async for each in events]
+
+        found = await self._trying(read)
+        context.seen = max((each.id for each in found), default=context.seen)
+        return found
 
     async def _read(self, context: Context) -> list[int]:
         while True:

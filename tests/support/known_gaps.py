@@ -7,7 +7,20 @@ from __future__ import annotations
 
 from carrel.providers.base import Capability
 
+_ON_KUBERNETES = {
+    Capability.ENVIRONMENTS: "the environments of a server are not shared with the nodes of a cluster yet",
+    Capability.FOLDERS: "a folder of the host is not on the nodes of a cluster",
+    Capability.IMAGES: "the images of carrel's own storage are not on the nodes; all pods have the image of a setting",
+    Capability.IMAGE_BUILDS: "images are built with the provider `namespace`",
+    Capability.LIMIT_PROCESSES: "Kubernetes has no such limit for a pod; the kubelet has one for all (`podPidsLimit`)",
+    Capability.MASKS: "a pod that keeps to `restricted` cannot mount anything over its programs",
+    Capability.NETWORK_ALLOWLIST: "the egress proxy of the server is not reached from a pod yet",
+    Capability.NETWORK_BRIDGE: "network policies let nothing out of a pod",
+    Capability.NETWORK_HOST: "network policies let nothing out of a pod",
+}
 NEVER: dict[str, dict[Capability, str]] = {
+    "kubernetes": _ON_KUBERNETES,
+    "kubernetes-gvisor": _ON_KUBERNETES,
     "namespace": {},
     "docker": {
         Capability.FOLDERS: "the identity of a folder cannot be given to the daemon, only its path",
@@ -81,6 +94,8 @@ SOMETIMES: dict[str, dict[Capability, str]] = {
         Capability.IMAGES: "only on a server, which has a directory for images, where the kernel has overlay mounts",
         Capability.LIMIT_CPUS: _NO_CPU,
     },
+    "kubernetes": {},
+    "kubernetes-gvisor": {},
     "process": {},
 }
 """Capabilities that a provider promises only where the host, or the server, has what they need."""
@@ -91,9 +106,23 @@ ATTACKED: dict[str, tuple[str, ...]] = {
     ),
     "gvisor": ("test_host_files", "test_secrets"),
     "microvm": (),
+    "kubernetes": (),
+    "kubernetes-gvisor": (),
 }
 """Modules of `tests/security` whose attacks are made in a provider in every run of the tests. In `namespace` all are;
 in gVisor all are with `--on-gvisor`, in virtual machines with `--on-microvm`, in Docker with `--on-docker`.
+"""
+
+ON_IMAGE = {
+    "test_host_files": "user on an image",
+    "test_mounts": "user on an image",
+    "test_privileges": "root on an image",
+    "test_processes": "root on an image",
+    "test_secrets": "root on an image",
+    "test_termination": "user on an image",
+}
+"""Modules whose attacks are also made from a sandbox that runs from an image; with `--on-image` those of all are. Else
+they share one sandbox, as far as they need none of their own.
 """
 
 _OWN_KERNEL = "what it reaches belongs to gVisor's kernel, which only this sandbox has"

@@ -156,6 +156,12 @@ class RemoteProvider(Provider):
     async def running(self) -> list[str]:
         return sorted(os.listdir(self._run_dir))
 
+    async def close(self) -> None:
+        """Wait for processes that another object has ended."""
+        for child in self._children.values():
+            await asyncio.to_thread(child.wait, 30)
+        self._children.clear()
+
     def _refuse(self, launch: Launch) -> None:
         self.require(NETWORK_CAPABILITY[launch.network])
         for asked, capability in (

@@ -19,6 +19,7 @@ from carrel.providers.built_in import BUILT_IN
 from carrel.providers.choosing import open_providers
 from carrel.providers.docker import DockerProvider
 from carrel.providers.gvisor.options import GvisorOptions
+from carrel.providers.kubernetes.options import KubernetesOptions
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
 from carrel.testing import CHECKS, Harness, run, run_check, workspaces_in
@@ -135,6 +136,7 @@ def test_known_gaps_of_each_provider(request, directories, shelf):
         docker=request.getfixturevalue("docker").socket,
         gvisor=GvisorOptions(),
         microvm=microvm.options(),
+        kubernetes=KubernetesOptions("n", "image", "bundle", "claim", run_dir, gvisor_class="gvisor"),
         bundles=run_dir,
     )
     for name, provider in opened.items():

@@ -35,6 +35,7 @@ from carrel.control.nodes.passes import (
 from carrel.control.nodes.peers import NotConnected, Peer, unreachable
 from carrel.control.nodes.placement import Here
 from carrel.control.nodes.routing import Routing, elsewhere
+from carrel.control.nodes.workers import server_of
 from carrel.control.operations.caller import Caller
 from carrel.control.sessions.live import LiveSandboxes
 from carrel.errors import NodeUnreachable, Unauthorized
@@ -194,13 +195,20 @@ class Forwarding:
         request = Forwardable(scope.get("method", "GET"), target_of(scope), kept_headers(scope["headers"]), "")
         passed = self._passes.check(value, request)
         connection = of_scope(scope)
-        if self._verified and (connection is None or connection.node != passed.sender):
+        of_worker = connection is not None and connection.is_local and self._routing.is_worker(passed.sender)
+        if (
+            self._verified
+            and not of_worker
+            and not (
+                connection is not None and connection.node is not None and connection.node == server_of(passed.sender)
+            )
+        ):
             raise Unauthorized(
                 "requests are forwarded with mutual TLS only, by the server that signs the pass",
                 field="Carrel-Forwarded",
                 hint="give all servers of the database the same CARREL_SPIFFE_SOURCE",
             )
-        if self._verified:
+        if self._verified and not of_worker:
             await self._routing.require_member(passed.sender)
         if passed.caller == ANYONE:
             if self._authenticated:

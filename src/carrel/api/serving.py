@@ -86,14 +86,14 @@ class HttpServer(uvicorn.Server):
 
 
 class SharedListener:
-    """Accepts connections from a socket that other processes accept from too, one at a time. `defers` tells whether
-    this process has more connections than another, which then goes first.
+    """Accepts connections from a socket that other processes accept from too, one at a time. `has_more` is told
+    how many this process has, and tells whether that is more than another has, which then goes first.
     """
 
-    def __init__(self, listener: socket.socket, server: HttpServer, defers: Callable[[], bool]):
+    def __init__(self, listener: socket.socket, server: HttpServer, has_more: Callable[[int], bool]):
         self._listener = listener
         self._server = server
-        self._defers = defers
+        self._has_more = has_more
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[object]] = set()
@@ -106,8 +106,16 @@ class SharedListener:
         else:
             self._timer.cancel()
 
+    @property
+    def _connections(self) -> int:
+        return self._server.open_connections + len(self._opening)
+
+    def tell(self) -> None:
+        """Tell how many connections there are: some may have been closed."""
+        self._has_more(self._connections)
+
     def _ready(self) -> None:
-        if self._defers():
+        if self._has_more(self._connections):
             self._pause(_DEFER_S)
         else:
             self._accept()
@@ -135,6 +143,7 @@ class SharedListener:
         task = self._loop.create_task(self._loop.connect_accepted_socket(self._server.protocol, connection))
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
+        self.tell()
 
 
 def _bound(path: str) -> socket.socket:

@@ -136,21 +136,26 @@ def _serves(level: LevelStatus) -> str:
 
 def bundle(
     data_dir: Annotated[Path | None, typer.Option(help="The server's data directory.")] = None,
+    image: Annotated[Path | None, typer.Option(help="Write the image for pods of Kubernetes to this file.")] = None,
+    name: Annotated[str, typer.Option(help="The name of that image.")] = "localhost/carrel-bundle:latest",
     json: options.Json = False,
 ) -> None:
     """Make the supervisor's bundle for containers, if it is not there yet, and print its path. Needs no server.
 
-    A server makes it by itself when it first needs it. The same installation makes the same bundle.
+    A server makes it by itself when it first needs it. The same installation makes the same bundle. Pods need it as an
+    image: `--image` writes an archive as `docker save` does.
 
     \b
     carrel bundle
     carrel bundle --json | jq -r .digest
+    carrel bundle --image bundle.tar --name images.example/carrel-bundle:1
     """
     with importing():
         from carrel import config as settings
-        from carrel.server import make_bundle
+        from carrel.server import make_bundle, make_bundle_image
 
-    made = make_bundle(settings.load({} if data_dir is None else {"data_dir": str(data_dir)}))
+    loaded = settings.load({} if data_dir is None else {"data_dir": str(data_dir)})
+    made = make_bundle(loaded) if image is None else make_bundle_image(loaded, image, name)
     if json:
         print_json({"path": made.path, "digest": made.digest, "bytes": made.size, "files": made.files})
     else:

@@ -23,6 +23,7 @@ from carrel.providers import open_providers
 from carrel.providers.base import Provider
 from carrel.providers.bundle import bundles_of
 from carrel.providers.gvisor.options import GvisorOptions
+from carrel.providers.kubernetes.options import KubernetesOptions
 from carrel.providers.microvm.options import MicrovmOptions
 from carrel.workspaces.environments import EnvironmentStorage
 from carrel.workspaces.layout import Layout
@@ -98,6 +99,7 @@ class HostParts:
                     third_party=settings.sandbox.third_party_names,
                     microvm=microvm_options(settings.microvm),
                     identities=None if identities is None else identities.sandboxes,
+                    kubernetes=kubernetes_options(settings),
                 )
             return cls(layout, driver, storage, images, providers, settings.images.registry, identities)
         except BaseException:
@@ -161,3 +163,17 @@ def _open_images(settings: ImageSettings, directory: str) -> ImageStorage:
 def microvm_options(settings: MicrovmSettings) -> MicrovmOptions | None:
     """Return how virtual machines are made, or None if they are switched off."""
     return MicrovmOptions(**settings.model_dump(exclude={"enabled"})) if settings.enabled else None
+
+
+def kubernetes_options(settings: Settings) -> KubernetesOptions | None:
+    """Return how a cluster is used, or None if it is not."""
+    given = settings.kubernetes
+    if not given.enabled:
+        return None
+    fields = given.model_dump(exclude={"enabled", "kubeconfig", "volume_directory"})
+    return KubernetesOptions(
+        **fields,
+        kubeconfig=given.kubeconfig or "",
+        volume_directory=given.volume_directory or settings.data_dir,
+        identified=settings.spiffe.source != "none",
+    )

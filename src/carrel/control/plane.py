@@ -467,7 +467,7 @@ class ControlPlane:
             if worker.count > 1:
                 locks = ProcessLocks(worker.locks)
                 stack.callback(locks.close)
-                others = Workers(f"{worker.locks}-database", worker.wrote)
+                others = Workers(f"{worker.locks}-database", worker.count, worker.wrote)
             database = await Database.open(settings.database_url, others)
             stack.push_async_callback(database.close)
             checkpoints = CheckpointStore(
@@ -616,7 +616,7 @@ class ControlPlane:
         await self.nodes.beat()
         await self.peers.close_silent()
         if self.identities is not None:
-            self.metrics.svid(self.identities.node.expires_in_s)
+            self.metrics.svid(self.identities.node.svid.expires_at)
 
     async def count_events(self) -> None:
         """Set the metrics of the event log."""

@@ -15,7 +15,7 @@ from carrel.errors import Unsupported
 from carrel.isolation.masks import Masks
 from carrel.models import Network, ProviderStatus
 from carrel.primitives.trees import Identity
-from carrel.providers.links import SupervisorLink, UnixLink
+from carrel.providers.links import LocalLink, SupervisorLink
 
 Handle = dict[str, str | int | float | bool | None]
 """Identifies a sandbox: a flat JSON object, which always has `provider`, `id` and `socket`."""
@@ -182,7 +182,7 @@ class Provider(ABC):
         """Return how the supervisor of a sandbox is reached: at a Unix socket, unless the provider says otherwise.
         Raises `PlatformError`.
         """
-        return UnixLink(str(handle["socket"]))
+        return LocalLink(str(handle["socket"]))
 
     @abstractmethod
     async def alive(self, handle: Handle) -> bool:

@@ -21,13 +21,16 @@ class BuiltIn:
     off: str
 
 
+_SEE = "set CARREL_KUBERNETES_ENABLED=true on a server that has a cluster"
 BUILT_IN = {
     each.name: each
     for each in (
         BuiltIn("microvm", 3, "switched off; set CARREL_MICROVM_ENABLED=true on a server with QEMU and KVM"),
         BuiltIn("gvisor", 2, "switched off here; a server as root uses it when `runsc` is installed"),
+        BuiltIn("kubernetes-gvisor", 2, f"switched off; {_SEE}, and CARREL_KUBERNETES_GVISOR_CLASS"),
         BuiltIn("namespace", 1, "switched off here"),
         BuiltIn("docker", 1, "switched off; set CARREL_DOCKER_SOCKET to the socket of a Docker or podman daemon"),
+        BuiltIn("kubernetes", 1, f"switched off; {_SEE}"),
         BuiltIn("process", 0, "unsafe; CARREL_SANDBOX_ALLOW_PROCESS is not set"),
     )
 }

@@ -90,11 +90,23 @@ def command(report: str) -> list[str]:
     return [*_run("carrel.supervisor.program"), report]
 
 
-def remote_command(host: str, port: int, credentials: str) -> list[str]:
+def remote_command(host: str, port: int, credentials: str, *, lent: bool = False) -> list[str]:
     """Return the command of PID 1 in a sandbox on another machine that has the bundle for remote supervisors. See
     `carrel.supervisor.remote` for the arguments.
     """
-    return [*_run("carrel.supervisor.remote"), host, str(port), credentials]
+    return [*_run("carrel.supervisor.remote"), host, str(port), credentials, *(["lent"] if lent else [])]
+
+
+def lend_command(directory: str) -> list[str]:
+    """Return the command of a container that lends a directory to such a supervisor in its pod."""
+    return [*_run("carrel.supervisor.lent_directory"), directory]
+
+
+def unpack_command(arguments: Sequence[str]) -> list[str]:
+    """Return the command of the init container of a pod, whose image has the bundle for remote supervisors. See
+    `carrel.supervisor.unpack` for the arguments.
+    """
+    return [*_run("carrel.supervisor.unpack"), *arguments]
 
 
 def machine_command(arguments: Sequence[str]) -> list[str]:

@@ -26,6 +26,11 @@ TLS = ("ssl",)
 """The same, but a supervisor on another machine needs them."""
 APART = ("encodings", "__future__")
 """Modules and packages that the interpreter needs before it can import others: each has a file of its own."""
+_PROGRAMS = {
+    "local": ("carrel.isolation.machine.guest",),
+    "remote": ("carrel.supervisor.remote", "carrel.supervisor.lent_directory", "carrel.supervisor.unpack"),
+}
+"""The programs of a bundle besides the supervisor of containers, by the kind of the bundle."""
 ARCHIVE = "modules"
 """As in `bundle_modules`, which can only be imported in a bundle."""
 _UNCHECKED_HASH = 1
@@ -45,7 +50,8 @@ def main(kind: str, output: str, place: str, *search: str) -> None:
         sys.modules[name] = cast(ModuleType, None)
     sys.path += search
     importlib.import_module("carrel.supervisor.program")
-    importlib.import_module("carrel.supervisor.remote" if kind == "remote" else "carrel.isolation.machine.guest")
+    for name in _PROGRAMS[kind]:
+        importlib.import_module(name)
     importlib.import_module("carrel.supervisor.app").warm()
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     library = f"{sys.platlibdir}/{version}"

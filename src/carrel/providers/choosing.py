@@ -11,6 +11,7 @@ from carrel.models import Trust
 from carrel.providers.base import Capability, Provider
 from carrel.providers.built_in import BUILT_IN, LEVELS
 from carrel.providers.gvisor.options import GvisorOptions
+from carrel.providers.kubernetes.options import KubernetesOptions
 from carrel.providers.microvm.options import MicrovmOptions
 from carrel.providers.namespace import NamespaceProvider
 from carrel.providers.process import ProcessProvider
@@ -33,22 +34,29 @@ def open_providers(
     docker: str = "",
     gvisor: GvisorOptions | None = None,
     microvm: MicrovmOptions | None = None,
+    kubernetes: KubernetesOptions | None = None,
     bundles: str = "",
     third_party: Sequence[str] | None = None,
     identities: SandboxIdentities | None = None,
 ) -> dict[str, Provider]:
     """Return the providers of this host, strongest first, and of those with one level the quickest; the process
-    provider only if the operator allows it, gVisor and virtual machines only with their options. Those of other
-    packages come last, and only with `third_party`, the names that the operator lists.
+    provider only if the operator allows it, gVisor, virtual machines and a cluster only with their options. Those of
+    other packages come last, and only with `third_party`, the names that the operator lists.
 
     `shared` maps paths in every isolated sandbox to what is mounted there from the host. `zygote` is an optional
     client, with the same paths, whose namespace zygote is being started already. Folders below `folder_roots` can be
     workspaces. The roots of images are below the directory `images`; without it, no sandbox runs from an image.
-    `identities` gives SPIFFE IDs to sandboxes on other machines, for providers that have some.
     `docker` is the socket of a Docker daemon, `bundles` the directory for the supervisor's bundle; without it, no
-    sandbox is a container.
+    sandbox is a container. `identities` gives SPIFFE IDs to sandboxes on other machines; without them, none is a pod.
     """
     providers: list[Provider] = []
+    cluster: list[Provider] = []
+    if kubernetes is not None:
+        from carrel.providers.kubernetes.provider import KubernetesProvider
+
+        cluster = [KubernetesProvider(run_dir, kubernetes, identities)]
+        if kubernetes.gvisor_class:
+            cluster.append(KubernetesProvider(run_dir, kubernetes, identities, gvisor=True))
     if microvm is not None:
         from carrel.providers.microvm.provider import MicrovmProvider
 
@@ -57,11 +65,13 @@ def open_providers(
         from carrel.providers.gvisor.provider import GvisorProvider  # `carrel run` starts faster without it
 
         providers.append(GvisorProvider(run_dir, shared, options=gvisor, bundles=bundles, images=images))
+    providers += cluster[1:]
     providers.append(NamespaceProvider(run_dir, workspaces, shared, zygote, folder_roots, images))
     if docker:
         from carrel.providers.docker import DockerProvider
 
         providers.append(DockerProvider(run_dir, bundles, socket_path=docker, shared=shared, images=images))
+    providers += cluster[:1]
     if allow_process:
         providers.append(ProcessProvider(run_dir, workspaces))
     if third_party is not None:

@@ -11,6 +11,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from carrel.errors import PlatformError
+from carrel.primitives.keepalive import notice_loss
 from carrel.primitives.spiffe import SpiffeId, connect
 
 _SCHEME = "tcp+tls"
@@ -25,7 +26,7 @@ class SupervisorLink(Protocol):
 
 
 @dataclass(frozen=True)
-class UnixLink:
+class LocalLink:
     """A supervisor on this machine."""
 
     path: str
@@ -69,7 +70,7 @@ class RemoteLink:
     async def connect(self, protocol: Callable[[], asyncio.Protocol]) -> None:
         """See `SupervisorLink`. A supervisor with another ID than the expected one is refused."""
         at = self.address
-        await connect(protocol, at.host, at.port, self.context(), lambda peer: peer == at.id)
+        notice_loss(await connect(protocol, at.host, at.port, self.context(), lambda peer: peer == at.id))
 
 
 def _short(path: str) -> str:

@@ -16,7 +16,7 @@ import asyncio
 import json
 from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 from carrel.errors import PlatformError
 from carrel.primitives import tasks
@@ -88,8 +88,7 @@ class _Report(asyncio.Protocol):
         self.said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # with TLS, that of uvloop does not derive from it
 
     def data_received(self, data: bytes) -> None:
         self._answer += data

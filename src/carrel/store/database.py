@@ -45,7 +45,11 @@ RETRY_S = 1
 _STAGED = "carrel_staged"
 _CHANGED = "carrel_changed"
 _CHECKPOINT_WRITES = 500
-"""After this many writes a process that takes turns checkpoints the WAL."""
+"""After this many writes of all processes that take turns, about, one of them checkpoints the WAL."""
+_TRIES, _TRY_S = 10, 0.00005
+"""How often a short write tries to get its turn, and the pause between: turns take a tenth of a millisecond. A thread
+that waits would keep its turn while it waits for the interpreter.
+"""
 _MOST_WRITES_HERE = 100
 """After this many writes on the event loop, one goes to the writer's thread, which also checkpoints the WAL."""
 
@@ -114,14 +118,15 @@ class _Sqlite:
 
     failures: tuple[type[Exception], ...] = (sqlite3.Error,)
 
-    def __init__(self, path: str, turns: str | None):
-        """`turns` is a file in which processes that write take turns: SQLite alone would let them sleep and try again,
-        for longer and longer.
+    def __init__(self, path: str, turns: Workers | None):
+        """With `turns`, processes take turns to write: SQLite alone would let them sleep and try again, for longer and
+        longer.
         """
-        self._turns = [] if turns is None else [open_lock_file(turns), open_lock_file(turns)]
+        self._turns = [] if turns is None else [open_lock_file(turns.turns), open_lock_file(turns.turns)]
         turn: list[FileLock | None] = [FileLock(each) for each in self._turns] or [None, None]
         self._turn, self._turn_here = turn
         self._writes = 0
+        self._most_writes = 0 if turns is None else _CHECKPOINT_WRITES * turns.count
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         self._path = path
         url = URL.create("sqlite", database=path)
@@ -155,7 +160,7 @@ class _Sqlite:
         with self._turn.held():
             result = _run(self._writing, query)
         self._writes += 1
-        if self._writes >= _CHECKPOINT_WRITES:  # not in the turn: the other processes need not wait for the disk
+        if self._writes >= self._most_writes:  # not in the turn: the other processes need not wait for the disk
             self._writes = 0
             _run(self._engine, lambda connection: connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").close())
         return result
@@ -166,9 +171,14 @@ class _Sqlite:
             raise Occupied
         if self._turn_here is None:
             return self._write_here(query)
-        if not self._turn_here.take(wait=False):
+        for _ in range(_TRIES):
+            if self._turn_here.take(wait=False):
+                break
+            time.sleep(_TRY_S)
+        else:
             raise Occupied
         try:
+            self._writes += 1
             return self._write_here(query)
         finally:
             self._turn_here.release()
@@ -230,11 +240,12 @@ def _noting(query: Query[T], connection: Connection) -> tuple[T, bool, Collectio
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The other processes of a server. `turns` is the path of a file in which those that write take turns; `wrote` is
+    """The `count` processes of a server. `turns` is the path of a file in which those that write take turns; `wrote` is
     called with the tables that a committed transaction changed.
     """
 
     turns: str
+    count: int
     wrote: Callable[[Collection[str]], object]
 
 
@@ -278,8 +289,9 @@ class Database:
             path = rest.removeprefix("/") if separator else where
             if not path:
                 raise InvalidRequest("the URL names no file", field="database", hint="write sqlite:////path/to/file")
-            turns = None if workers is None else workers.turns
-            return await cls._opened(lambda: _Sqlite(path, turns), f"the database {path}", "data_dir", workers=workers)
+            return await cls._opened(
+                lambda: _Sqlite(path, workers), f"the database {path}", "data_dir", workers=workers
+            )
         host = _host_of(where, scheme)
         from carrel.store.postgres import Postgres
 

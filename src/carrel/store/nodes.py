@@ -85,13 +85,16 @@ class NodeStore:
         return frozenset(await self._database.scalars(select(revoked_nodes.c.name)))
 
     async def revoke(self, name: str) -> None:
-        """Revoke a server, and end its leases: the others take its sessions over."""
+        """Revoke a server, and end the leases of its workers: the others take its sessions over."""
 
         def run(connection: Connection) -> None:
             now = float(connection.execute(select(database_clock())).scalar_one())
             connection.execute(delete(revoked_nodes).where(revoked_nodes.c.name == name))
             connection.execute(insert(revoked_nodes).values(name=name, at=now))
-            held = and_(sessions.c.lease_owner == name, sessions.c.lease_until > now)
+            of_server = or_(
+                sessions.c.lease_owner == name, sessions.c.lease_owner.startswith(f"{name}:", autoescape=True)
+            )
+            held = and_(of_server, sessions.c.lease_until > now)
             connection.execute(update(sessions).where(held).values(lease_until=now))
 
         await self._database.write(run)

@@ -139,9 +139,10 @@ class Commands:
             pass  # the new command reports why it cannot start
 
     def _crowded(self) -> bool:
+        if not (ended := self._ended_hosts()):
+            return False
         limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-        ended = self._ended_hosts()
-        if limit == resource.RLIM_INFINITY or not ended:
+        if limit == resource.RLIM_INFINITY:
             return False
         roots = [(each.runner.pid, ()) if each.runner else (self._pid, tuple(self._runners)) for each in ended]
         total, *left = tasks_below((self._pid, ()), *roots)

@@ -1,6 +1,7 @@
 """The supervisor as a program on another machine: reached over TCP with mutual TLS, where no directory can be shared.
 
-A provider starts it in its sandbox with three arguments: the address and port to listen on, and a file with the
+A provider starts it in its sandbox with three arguments, and `lent` where a second container lends it the place of
+secrets (`carrel.supervisor.lent_directory`). The three are the address and port to listen on, and a file with the
 credentials of a slot (`SandboxIdentities.for_slot`, as `Svid.to_json` writes them), which only root of the
 sandbox may read. `carrel.providers.remote` has the other side:
 
@@ -28,12 +29,14 @@ from typing import Any
 
 from carrel.errors import InvalidRequest
 from carrel.primitives import tasks
+from carrel.primitives.keepalive import notice_loss
 from carrel.primitives.spiffe import SpiffeId, Svid, require_peer, server_context
 from carrel.primitives.tls_listener import TlsListener
-from carrel.supervisor import app
+from carrel.supervisor import app, lent_directory
 from carrel.supervisor.http import HttpConnection, HttpRequest, HttpResponse, HttpRouter, json_response
 from carrel.supervisor.program import BACKLOG, MOST_FACTS, READY, ProgramFacts, take_charge
 
+LENT = "lent"
 LENGTH = 4
 """The bytes before the first message: its length, most significant byte first."""
 MOST_REFUSED = 1000
@@ -184,6 +187,7 @@ class _ServerConnection(HttpConnection):
             return
         assert isinstance(transport, asyncio.Transport)
         self._to = transport
+        notice_loss(transport)
         super().connection_made(transport)
 
     def data_received(self, data: bytes) -> None:
@@ -215,6 +219,8 @@ def main(arguments: list[str]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would end PID 1
         os.chdir("/")
         prepared = app.prepare()
+        if arguments[4:] == [LENT]:
+            lent_directory.borrow()
         listener = _listen(arguments[1], int(arguments[2]))
         slot = _take(arguments[3])
         claim = prepared.loop.run_until_complete(_claimed(listener, slot))

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from carrel.control.supervisor.connection import SupervisorConnection
 from carrel.models import CommandInfo, CommandResult, Network
 from carrel.providers.base import NETWORK_CAPABILITY, Handle, Launch, Provider, RootImage
-from carrel.providers.links import SupervisorLink, UnixLink
+from carrel.providers.links import LocalLink, SupervisorLink
 
 MakeProvider = Callable[[], Provider]
 MakeWorkspace = Callable[[str], str]
@@ -28,7 +28,7 @@ class Running:
         """`link` is that of the provider; by default the handle's Unix socket."""
         self.handle = handle
         self.workspace = workspace
-        self.connection = SupervisorConnection(link or UnixLink(str(handle["socket"])))
+        self.connection = SupervisorConnection(link or LocalLink(str(handle["socket"])))
 
     async def run(self, command: str | list[str], *, timeout: float = 20, **fields: Any) -> CommandResult:
         body = {"command": command, "timeout": timeout, "output_limit": 1024 * 1024, **fields}

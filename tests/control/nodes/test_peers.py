@@ -2,13 +2,21 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tests.support.wayout import tls_for
+from websockets.exceptions import WebSocketException
 
 from carrel.control.nodes.peers import MAX_OPEN, NotConnected, Peer, TcpLink
 from carrel.errors import LimitExceeded, NodeUnreachable, PlatformError
+from carrel.primitives.spiffe import SpiffeId, Svid, server_context
+from carrel.spiffe.authority import CertificateAuthority
+from carrel.spiffe.identity import NodeIdentity, OwnSource
 from carrel.store.nodes import NodeRecord
 
 
@@ -91,3 +99,76 @@ async def test_an_https_address_is_verified(tmp_path: Path, monkeypatch: pytest.
 def test_what_is_no_address(url: str) -> None:
     with pytest.raises(PlatformError):
         TcpLink.of(url, "b", None)
+
+
+# servers with SPIFFE IDs
+
+AUTHORITY = CertificateAuthority(b"k" * 32, "peers.test")
+EXPECTED = SpiffeId.node("peers.test", "b")
+IMPOSTORS = {
+    "foreign": lambda: CertificateAuthority(b"x" * 32, "peers.test").issue(EXPECTED, 60),
+    "expired": lambda: AUTHORITY.issue(EXPECTED, 60, now=time.time() - 120),
+    "another server": lambda: AUTHORITY.issue(SpiffeId.node("peers.test", "c"), 60),
+    "a sandbox": lambda: AUTHORITY.issue(SpiffeId.sandbox("peers.test", "b"), 60),
+    "no certificate that it asks for": None,
+}
+
+
+def myself() -> NodeIdentity:
+    me = SpiffeId.node("peers.test", "a")
+    return NodeIdentity(me, OwnSource(AUTHORITY, me, 60), AUTHORITY.issue(me, 60))
+
+
+@asynccontextmanager
+async def listening(make: Callable[[], Svid] | None, got: list[bytes]) -> AsyncIterator[str]:
+    """A TLS server that keeps whatever it is sent; the address of a node there."""
+
+    async def keep(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError):
+            got.append(await reader.read(1000))
+        writer.close()
+
+    if make is None:
+        context, _ = tls_for("localhost")
+    else:
+        context = server_context(replace(make(), bundle=AUTHORITY.bundle))
+    server = await asyncio.start_server(keep, "127.0.0.1", 0, ssl=context)
+    yield f"https+spiffe://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+    await server.wait_closed()
+
+
+@pytest.mark.parametrize("kind", IMPOSTORS)
+async def test_nothing_is_sent_to_a_server_with_another_identity(kind: str) -> None:
+    got: list[bytes] = []
+    async with listening(IMPOSTORS[kind], got) as url:
+        peer = Peer(record(url), myself())
+        with pytest.raises(NotConnected):
+            await peer.wire()
+        with pytest.raises((OSError, WebSocketException, EOFError)):
+            await peer.websocket("/v1/terminals", [("carrel-forwarded", "a pass")], [])
+    assert not b"".join(got)
+
+
+async def test_the_expected_server_is_sent_requests() -> None:
+    got: list[bytes] = []
+    async with listening(lambda: AUTHORITY.issue(EXPECTED, 60), got) as url:
+        peer = Peer(record(url), myself())
+        wire = await peer.wire()
+        assert wire.transport is not None
+        wire.transport.write(b"hello")
+        async with asyncio.timeout(20):
+            while not got:
+                await asyncio.sleep(0.01)
+        peer.close("ends")
+        with pytest.raises((OSError, WebSocketException, EOFError)):
+            await peer.websocket("/v1/terminals", [("carrel-forwarded", "a pass")], [])
+    assert got[0] == b"hello" and b"carrel-forwarded: a pass" in got[1]
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "https://127.0.0.1:1", "https+spiffe://127.0.0.1"])
+def test_an_address_without_identity_is_refused_where_servers_have_some(url: str) -> None:
+    with pytest.raises(PlatformError):
+        TcpLink.of(url, "b", myself())
+    with pytest.raises(PlatformError):
+        TcpLink.of("https+spiffe://127.0.0.1:1", "b", None)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from carrel.control.supervisor import connection as module
 from carrel.control.supervisor.connection import SupervisorConnection, problem_from
 from carrel.errors import AlreadyExists, CarrelError, FileMissing, PlatformError, SandboxLost
-from carrel.providers.links import UnixLink
+from carrel.providers.links import LocalLink
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -39,7 +39,7 @@ async def supervisor(data_dir: str, answer: Answer) -> AsyncIterator[tuple[Super
             writer.close()
 
     server = await asyncio.start_unix_server(serve, path)
-    client = SupervisorConnection(UnixLink(path))
+    client = SupervisorConnection(LocalLink(path))
     try:
         yield client, opened
     finally:
@@ -141,7 +141,7 @@ async def test_silence_ends_at_the_deadline(data_dir: str) -> None:
 
 async def test_a_missing_socket_is_a_lost_sandbox(data_dir: str) -> None:
     with pytest.raises(SandboxLost):
-        await SupervisorConnection(UnixLink(os.path.join(data_dir, "absent"))).request_json("GET", "/x")
+        await SupervisorConnection(LocalLink(os.path.join(data_dir, "absent"))).request_json("GET", "/x")
 
 
 async def test_closing_wakes_those_who_wait(data_dir: str) -> None:

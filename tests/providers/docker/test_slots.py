@@ -231,7 +231,7 @@ from carrel.providers import control_directory
 from carrel.providers.docker import late_parts, masking
 from carrel.providers.docker.engine import Engine
 from carrel.providers.docker.provider import DockerProvider
-from carrel.providers.links import UnixLink
+from carrel.providers.links import LocalLink
 
 run, bundles, socket, workspace, step = sys.argv[1:]
 
@@ -265,7 +265,7 @@ async def main():
     launch = Launch("owner", workspace, Network.ALLOWLIST, memory_mb=128, masks=masks)
     slot = await provider.start_slot(replace(provider.slot_for(launch), id="slot-1"))
     handle = await provider.claim(slot, launch)
-    connection = SupervisorConnection(UnixLink(handle["socket"]))
+    connection = SupervisorConnection(LocalLink(handle["socket"]))
     body = {"command": "until test -e go; do sleep 0.05; done; echo done", "timeout": 300}
     info = await connection.request_json("POST", "/commands", body)
     print(json.dumps([handle, info["id"]]), flush=True)

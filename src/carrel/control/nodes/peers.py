@@ -18,13 +18,16 @@ from urllib.parse import urlsplit
 
 from carrel.control.http_wire import HttpWire
 from carrel.control.nodes.registry import SPIFFE_SCHEME, UNIX, Nodes
+from carrel.control.nodes.workers import server_of
 from carrel.errors import LimitExceeded, NodeUnreachable, PlatformError
+from carrel.primitives.keepalive import notice_loss
 from carrel.primitives.spiffe import SERVER_NAME, SpiffeId, connect, require_peer
-from carrel.spiffe.identity import NodeIdentity
 from carrel.store.nodes import NodeRecord
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
+
+    from carrel.spiffe.identity import NodeIdentity
 
 CONNECT_S = 3.0
 MAX_OPEN = 1024
@@ -33,12 +36,6 @@ IDLE_S = 30.0
 """How long an idle connection is kept: shorter than the other server keeps it."""
 MAX_MESSAGE = 4 * 1024 * 1024
 """The largest message of a WebSocket."""
-_KEEPALIVE = {
-    socket.TCP_KEEPIDLE: 5,
-    socket.TCP_KEEPINTVL: 5,
-    socket.TCP_KEEPCNT: 3,
-    socket.TCP_USER_TIMEOUT: 20_000,  # also while something is sent, which keep-alive does not watch
-}
 
 
 class NotConnected(Exception):
@@ -123,7 +120,7 @@ class TcpLink:
         if identity is not None:
             if port is None:
                 raise PlatformError(f"the address '{url[:200]}' of a server has no port", field="node_url")
-            return cls(host, port, identity.client_context, SpiffeId.node(identity.id.trust_domain, name))
+            return cls(host, port, identity.client_context, SpiffeId.node(identity.id.trust_domain, server_of(name)))
         if parts.scheme == "http":
             return cls(host, port or 80, None)
         context = ssl.create_default_context()
@@ -143,7 +140,7 @@ class TcpLink:
                 transport = await connect(protocol, self.host, self.port, tls, self._is_expected)
             else:
                 transport, _ = await loop.create_connection(protocol, self.host, self.port, ssl=tls)
-        _notice_loss(transport)
+        notice_loss(transport)
 
     def _is_expected(self, peer: SpiffeId) -> bool:
         return peer == self.id
@@ -183,7 +180,7 @@ class TcpLink:
             server_hostname=None if self.tls is None else self.host if self.id is None else SERVER_NAME,
             connection=None if self.id is None else Verified,
         )
-        _notice_loss(peer.transport)
+        notice_loss(peer.transport)
         return peer
 
 
@@ -218,14 +215,6 @@ async def _open_websocket(
         proxy=None,
         user_agent_header=None,
     )
-
-
-def _notice_loss(transport: asyncio.BaseTransport) -> None:
-    """Let the kernel find out within 20 s that the machine of a server is gone, or the network to it."""
-    connected = transport.get_extra_info("socket")
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE.items():
-        connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def unreachable(node: str, what: str, *, seconds: float = 1.0, hint: str | None = None) -> NodeUnreachable:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from carrel.control.nodes.placement import Candidate
@@ -27,8 +27,10 @@ from carrel.errors import CarrelError, InvalidRequest, NotFound, Unauthorized, U
 from carrel.models import NodeInfo
 from carrel.primitives.spiffe import SpiffeId
 from carrel.providers.base import Provider
-from carrel.spiffe.identity import NodeIdentity
 from carrel.store.nodes import NodeFacts, NodeRecord, NodeStore
+
+if TYPE_CHECKING:
+    from carrel.spiffe.identity import NodeIdentity
 
 log = logging.getLogger("carrel.nodes")
 
@@ -146,7 +148,8 @@ class Nodes:
 
     async def join(self, url: str, version: str) -> None:
         """Tell the others where this server is."""
-        if self.shared and (self._identity is not None) != url.startswith(f"{SPIFFE_SCHEME}://"):
+        verified = url.startswith(f"{SPIFFE_SCHEME}://")
+        if self.shared and not url.startswith(UNIX) and (self._identity is not None) != verified:
             has, scheme = ("has", SPIFFE_SCHEME) if self._identity else ("has no", "http or https")
             raise InvalidRequest(
                 f"other servers cannot reach this one at {url}: it {has} SPIFFE ID",
@@ -159,7 +162,7 @@ class Nodes:
         await self.beat()
         if self.expelled.is_set():
             raise Unauthorized(
-                f"the SPIFFE ID of server '{self.me.name}' is revoked",
+                f"the SPIFFE ID of server '{self.worker.server}' is revoked",
                 field="node",
                 hint="start it with another CARREL_NODE, or have another server say `carrel nodes readmit`",
             )
@@ -200,7 +203,7 @@ class Nodes:
             self._revoked = revoked
             for notify in self.on_revoked:
                 notify(revoked)
-        if self.me.name in revoked and self._identity is not None and not self.expelled.is_set():
+        if self.worker.server in revoked and self._identity is not None and not self.expelled.is_set():
             log.error("the SPIFFE ID of this server, %s, was revoked: it ends", self._identity.id)
             self._identity.revoke()
             self.expelled.set()
@@ -219,11 +222,15 @@ class Nodes:
             and peer.node_name not in self._revoked
         )
 
+    def is_revoked(self, name: str) -> bool:
+        """Whether the SPIFFE ID of a node is revoked. The workers of a server have one together."""
+        return server_of(name) in self._revoked
+
     async def require_member(self, name: str) -> None:
         """Raise `Unauthorized` unless a server is on this database and not revoked."""
         if name not in self._known:
             await self.beat(unless_within=REFRESH_S)
-        if name not in self._known or name in self._revoked:
+        if name not in self._known or self.is_revoked(name):
             raise Unauthorized(
                 f"server '{name[:128]}' is not among the servers of this database, or is revoked",
                 field="Carrel-Forwarded",
@@ -234,7 +241,7 @@ class Nodes:
         """Revoke the SPIFFE ID of a server. Every other server refuses it at its next sign of life."""
         self._require_identity()
         await self.beat()
-        if name not in {self.me.name, *self._known, *self._revoked}:
+        if name not in {server_of(each) for each in (self.me.name, *self._known, *self._revoked)}:
             raise NotFound(f"there is no server '{name[:128]}'", field="name", hint="`carrel nodes` lists them")
         await self._store.revoke(name)
         await self.beat()
@@ -281,7 +288,7 @@ class Nodes:
         """Whether a server gave no sign of life for its lease, or a new process has its name. One that signed off is
         not: it still answers what it was asked.
         """
-        if record.name in self._revoked:
+        if self.is_revoked(record.name):
             return True
         now = self._known.get(record.name)
         return now is not None and (now.boot != record.boot or self.now() - now.seen_at >= now.lease_s)
@@ -290,9 +297,10 @@ class Nodes:
         """Return why nothing can be forwarded to a server, or None."""
         if record.url is None:
             return "it has no address; set CARREL_NODE_URL there"
-        if record.name in self._revoked:
+        if self.is_revoked(record.name):
             return "its SPIFFE ID is revoked"
-        if record.url.startswith(f"{SPIFFE_SCHEME}://") != (self._identity is not None):
+        verified = record.url.startswith(f"{SPIFFE_SCHEME}://")
+        if not record.url.startswith(UNIX) and verified != (self._identity is not None):
             return "only one of the two servers has a SPIFFE ID; give all the same CARREL_SPIFFE_SOURCE"
         if record.key_id != self.me.key_id:
             return "it has another secret; give all servers of the database the same CARREL_SECRET_KEY"
@@ -365,7 +373,7 @@ class Nodes:
         state: Literal["running", "unreachable", "gone", "revoked"] = "running" if obstacle is None else "unreachable"
         if not self._answers(record):
             state = "gone"
-        if record.name in self._revoked:
+        if self.is_revoked(record.name):
             state = "revoked"
         return NodeInfo(
             name=record.name,
@@ -385,7 +393,7 @@ class Nodes:
     def _id_of(self, name: str, url: str | None) -> str | None:
         if self._identity is None or not (url or "").startswith(f"{SPIFFE_SCHEME}://"):
             return None
-        return str(SpiffeId.node(self._identity.id.trust_domain, name))
+        return str(SpiffeId.node(self._identity.id.trust_domain, server_of(name)))
 
     def _answers(self, record: NodeRecord) -> bool:
         if self.worker.answers(record.name) is False:

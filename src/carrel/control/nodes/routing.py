@@ -41,6 +41,10 @@ class Routing:
         """The name of this server."""
         return self._nodes.name
 
+    def is_worker(self, name: str) -> bool:
+        """Whether a node is another worker of this server."""
+        return self._nodes.worker.index_of(name) is not None
+
     async def require_member(self, name: str) -> None:
         """Raise `Unauthorized` unless a server is on this database and not revoked."""
         await self._nodes.require_member(name)

@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import TYPE_CHECKING
 
 from carrel.control.nodes.registry import Nodes
 from carrel.control.sessions.live import LiveSandbox, LiveSandboxes
 from carrel.errors import CarrelError
 from carrel.primitives.spiffe import SpiffeId
 from carrel.providers.links import RemoteLink
-from carrel.spiffe.identities import Identities
+
+if TYPE_CHECKING:
+    from carrel.spiffe.identities import Identities
 
 log = logging.getLogger("carrel.spiffe")
 

@@ -28,7 +28,7 @@ from carrel.providers import bundle, groups
 from carrel.providers.base import Handle, Launch
 from carrel.providers.control_directory import REPORT, ControlDirectory, WaitingSupervisor, facts_of, waiting_supervisor
 from carrel.providers.gvisor import oci, runsc
-from carrel.providers.gvisor.options import GvisorOptions
+from carrel.providers.gvisor.options import LIMITS, GvisorOptions
 from carrel.providers.staged import CONTROL, ROOT, SOCKET, StagedParts, StagedProvider, write_order
 from carrel.providers.stagers import Stagers
 from carrel.threads import run_to_end
@@ -36,7 +36,6 @@ from carrel.threads import run_to_end
 _STATE, _CONFIG, _PID, _LATE = "state", "config.json", "pid", "late"
 _OVERHEAD_MB = 128
 """What gVisor itself may use besides the memory of the sandbox."""
-_LIMITS = ("RLIMIT_NOFILE", "RLIMIT_FSIZE")
 
 
 class GvisorProvider(StagedProvider[StagedParts]):
@@ -227,8 +226,7 @@ def _facts(id: str, launch: Launch) -> dict[str, Any]:
     """Return the facts for the supervisor of a sandbox. `id` is that of its slot."""
     facts = facts_of(launch, uid=SANDBOX_UID, gid=SANDBOX_UID, secrets=True, user="agent")
     facts |= {"watch_memory": True, "late": oci.LATE}
-    # The others are budgets of the host's kernel, which this sandbox does not use; gVisor refuses to set them.
-    facts["limits"] = {name: facts["limits"][name] for name in _LIMITS if name in facts["limits"]}
+    facts["limits"] = {name: facts["limits"][name] for name in LIMITS if name in facts["limits"]}
     if launch.processes is not None:
         facts["kernel_files"] = {oci.tasks_file(id): str(launch.processes)}
         facts["limits"]["RLIMIT_NPROC"] = launch.processes  # not enforced, but shown, and the supervisor goes by it

@@ -1,0 +1,1 @@
+"""The Kubernetes provider: sandboxes as pods, of agent-sandbox where that is installed."""
