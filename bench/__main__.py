@@ -31,6 +31,8 @@ class Benchmark:
 
     name: str
     about: str
+    apart: bool = False
+    """Whether it only runs when it is named: not every machine has what it needs."""
     peers: bool = True
     """Whether it needs the peers."""
 
@@ -55,7 +57,9 @@ BENCHMARKS = {
         ),
         Benchmark("docker", "containers beside `docker run`: cold, from a slot, a command, memory of a slot"),
         Benchmark(
-            "kubernetes", "pods beside a bare Sandbox of agent-sandbox and exec through the API (needs a cluster)"
+            "kubernetes",
+            "pods beside a bare Sandbox of agent-sandbox and exec through the API (needs a cluster)",
+            apart=True,
         ),
         Benchmark("burst", "100 sandboxes at once, 500 alive"),
         Benchmark("execs", "a command in a running sandbox: socket, API, SDK"),
@@ -104,7 +108,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"benchmarks:\n{listing}\n\nThe figures are kept in bench/results/latest.json.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; all when none is named")
+    made.add_argument(
+        "names", nargs="*", metavar="NAME", help="benchmarks to run; all but `kubernetes` when none is named"
+    )
     made.add_argument(
         "--workers", metavar="N,N", default="1,2", help="numbers of workers that `workers` compares with the first"
     )
@@ -119,7 +125,7 @@ def chosen(names: list[str]) -> list[str]:
     unknown = [name for name in names if name not in BENCHMARKS]
     if unknown:
         raise BenchFailed(f"no benchmark is named '{unknown[0]}'; there are: {', '.join(BENCHMARKS)}")
-    return list(dict.fromkeys(names)) or list(BENCHMARKS)
+    return list(dict.fromkeys(names)) or [each.name for each in BENCHMARKS.values() if not each.apart]
 
 
 def machine() -> Figures:

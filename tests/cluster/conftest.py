@@ -6,9 +6,12 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from tests.cluster.ground import Cluster, Ground, add_images
+
+if TYPE_CHECKING:
+    from tests.cluster.ground import Cluster, Ground
 
 collect_ignore_glob = [] if "CARREL_CLUSTER" in os.environ else ["test_*.py"]
 
@@ -16,6 +19,8 @@ collect_ignore_glob = [] if "CARREL_CLUSTER" in os.environ else ["test_*.py"]
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
     """The cluster, with the image of the tests' sandboxes and the one of the bundle."""
+    from tests.cluster.ground import Cluster, add_images  # late: `make test` reads this file too
+
     found = Cluster()
     add_images(found, tmp_path_factory.mktemp("images"))
     return found
@@ -24,6 +29,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
 @pytest.fixture(scope="session")
 def grounds(cluster: Cluster) -> Iterator[Callable[..., Ground]]:
     """Makes namespaces with a shared volume, which are removed at the end."""
+    from tests.cluster.ground import Ground
+
     made: list[Ground] = []
 
     def make(**options: object) -> Ground:
