@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,16 @@ def test_defaults() -> None:
     assert (sandbox.provider, sandbox.network, sandbox.timeout) == ("auto", Network.NONE, 300)
     assert (sandbox.cpu_limit, sandbox.memory_mb, sandbox.disk_mb, sandbox.processes) == (2, 2048, 1024, 512)
     assert not sandbox.allow_process
+
+
+def test_workers() -> None:
+    assert config.load(environ={}).workers == 1
+    assert config.load(environ={"CARREL_WORKERS": "auto"}).workers == len(os.sched_getaffinity(0))
+    assert config.load({"workers": 4}, environ={}).workers == 4
+    for wrong in ("0", "65", "many", "-1", "1.5", ""):
+        with pytest.raises(InvalidRequest, match="a number from 1 to 64, or auto") as caught:
+            config.load({"workers": wrong}, environ={})
+        assert caught.value.field == "workers"
 
 
 def test_later_sources_win(tmp_path: Path) -> None:

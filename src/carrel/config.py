@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 
 from carrel.errors import InvalidRequest, UnknownSetting
 from carrel.models import Network, TemplateName
@@ -30,6 +39,7 @@ DATABASES = ("postgresql", "postgres", "sqlite")
 """The schemes of database URLs."""
 FLEET_DATABASES = ("postgresql://", "postgres://")
 """URLs of databases that several servers can share begin with one of these."""
+MOST_WORKERS = 64
 MAX_DAYS = 36_500
 FLEET_TTL_DAYS = 7.0
 """Days without use until a workspace is deleted, if several servers share a database."""
@@ -39,6 +49,15 @@ def default_data_dir() -> str:
     """Return `$XDG_DATA_HOME/carrel` or `~/.local/share/carrel`."""
     base = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
     return str(Path(base).expanduser().absolute() / "carrel")
+
+
+def _number_of_workers(value: object) -> int:
+    if value == "auto":
+        return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    text = str(value)
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:9]) <= MOST_WORKERS:
+        raise ValueError(f"it must be a number from 1 to {MOST_WORKERS}, or auto")
+    return int(text)
 
 
 class _Group(BaseModel):
@@ -596,7 +615,7 @@ class Settings(_Group):
 
     host: str = Field(default="127.0.0.1", min_length=1, max_length=255, description="address to listen on")
     port: int = Field(default=7070, ge=0, le=65_535, description="port to listen on; 0 picks a free one")
-    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = Field(
+    workers: Annotated[int, BeforeValidator(_number_of_workers)] = Field(
         default=1,
         description="processes that answer requests, on one port and one data directory; `auto` is one for each "
         "processor",
@@ -756,11 +775,6 @@ class Settings(_Group):
             if size != 32:
                 raise ValueError("it must be 32 bytes in base64, as `head -c 32 /dev/urandom | base64` makes them")
         return value
-
-    @property
-    def worker_count(self) -> int:
-        """How many processes answer requests."""
-        return min(64, len(os.sched_getaffinity(0))) if self.workers == "auto" else self.workers
 
     @property
     def database_url(self) -> str:

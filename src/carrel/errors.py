@@ -249,6 +249,8 @@ class SandboxLost(PlatformError):
     """The sandbox died or sent an invalid response."""
 
     code, status, title = "sandbox_lost", 502, "The sandbox is gone"
+    sent = True
+    """Whether the request may have reached the sandbox."""
 
 
 class NodeUnreachable(PlatformError):

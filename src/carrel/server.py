@@ -475,8 +475,8 @@ def serve(settings: Settings, users: Path | None = None, starting: Sequence[int]
         for name in ("uvicorn", "httpx"):  # the latter writes addresses, and some are signed: they are secrets
             logging.getLogger(name).setLevel(logging.WARNING)
     _raise_file_limit()
-    if settings.worker_count > 1 and users is None:
-        _serve_with_workers(settings, settings.worker_count)
+    if settings.workers > 1 and users is None:
+        _serve_with_workers(settings, settings.workers)
         return
     import uvloop
 

@@ -210,3 +210,25 @@ def test_a_batch_of_the_longest_items_fits_into_a_message(one: str, two: str) ->
     given.verdict = Verdict("deny", one * 10, two * 10, one * 10, two)
     message = json.dumps({"op": "log", "upto": 1, "items": [item_of(given)] * BATCH}).encode()
     assert len(message) < MAX_MESSAGE
+
+
+async def test_each_control_plane_gets_the_accesses_of_its_own_sandboxes(journal: str) -> None:
+    log, one, other = AccessLog(journal), Taken(), Taken()
+    owners = {"s": "one", "t": "other"}
+    log.connect(one, "one", lambda sandbox: owners.get(sandbox) == "one")
+    log.connect(other, "other", lambda sandbox: owners.get(sandbox) == "other")
+    for sandbox in ("s", "t", "nobody's", "t"):
+        each = Access(sandbox, "connect", Target("a.example", 443), verdict=Verdict("allow", "", "r", "s"))
+        log.opened(each)
+        each.ended = 1.0
+        log.closed(each)
+    log.flush()
+    assert [number for number, _, _ in one.items()] == [1, 3], "what nobody has is for the one that came first"
+    assert [number for number, _, _ in other.items()] == [2, 4]
+    log.disconnect("one")
+    while len(other.batches) == 1:  # what it did not acknowledge goes to those who are left
+        await asyncio.sleep(0.01)
+    assert [number for number, _, _ in other.items()] == [2, 4, 1, 3]
+    log.acknowledge(other.batches[-1][0], "other")
+    assert len(log) == 0
+    log.close()

@@ -160,7 +160,7 @@ async def test_ended_jobs_expire(jobs: JobStore) -> None:
 async def test_waiting_jobs_are_found_when_their_approval_is_gone(jobs: JobStore) -> None:
     await put(jobs, make(1))
     (job,) = await claim(jobs, "n", 1)
-    await jobs.change(job.id, lambda record, now: lifecycle.asked(record, now, "apr-1", "start_command", 0))
+    await jobs.change(job.id, lambda record, now: lifecycle.asked(record, now, "apr-1", "start_command", 0, 60.0))
     assert await jobs.decided() == [job.id]
 
 

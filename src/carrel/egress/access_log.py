@@ -138,6 +138,8 @@ class AccessLog:
         """Send nothing more to a receiver. What it did not acknowledge is sent again."""
         if (gone := self._receivers.pop(receiver, None)) is not None:
             self._put_back(gone, ())
+            if self._receivers:
+                self._flush_soon()
 
     def _put_back(self, gone: _Receiver, unsent: Iterable[int]) -> None:
         before = [int(str(item["number"])) for _, items in gone.sent for item in items]
@@ -193,7 +195,11 @@ class AccessLog:
         self._unsent[number] = None
         if len(self._unsent) >= _MANY:
             self.flush()
-        elif self._timer is None:
+        else:
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._flush_s, self.flush)
 
 

@@ -81,12 +81,12 @@ class Jobs(RuleBasedStateMachine):
     @rule(pause=st.floats(0, 5))
     def put_back(self, pause: float) -> None:
         if not self.job.facts.dispatched:
-            self.take(lifecycle.put_back(self.job, self.now, "no room", pause))
+            self.take(lifecycle.put_back(self.job, self.now, "no room", pause, TTL))
 
     @rule()
     def ask(self) -> None:
         if not self.job.facts.dispatched:
-            self.take(lifecycle.asked(self.job, self.now, "apr-1", "start_command", 0))
+            self.take(lifecycle.asked(self.job, self.now, "apr-1", "start_command", 0, TTL))
 
     @rule()
     def decide(self) -> None:
@@ -109,6 +109,7 @@ class Jobs(RuleBasedStateMachine):
     def agrees(self) -> None:
         job = self.job
         assert (job.owner is not None) == (job.lease_until is not None) == (job.state is JobState.RUNNING)
+        assert job.expires_at is None or job.expires_at == (job.facts.ended_at or 0) + TTL
         assert (job.expires_at is not None) == job.state.terminal == (job.facts.ended_at is not None)
         assert self.ends == job.state.terminal
         assert self.begun == sorted(set(self.begun)), "the work of an attempt began twice"
@@ -169,7 +170,7 @@ def test_a_job_whose_work_had_not_begun_is_not_lost_with_its_server() -> None:
 
 
 def test_the_time_of_the_queue_says_what_was_missing() -> None:
-    back = lifecycle.put_back(running(), 1002.0, "all sandboxes are in use", 1.0)
+    back = lifecycle.put_back(running(), 1002.0, "all sandboxes are in use", 1.0, TTL)
     assert back is not None
     assert lifecycle.overdue(back.record, 1049.0, TTL) is None
     step = lifecycle.overdue(back.record, 1051.0, TTL)

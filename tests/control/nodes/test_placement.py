@@ -80,3 +80,37 @@ def test_the_owner_answers_then_the_one_with_the_files(holding: Holding | None, 
 @pytest.mark.parametrize(("sandboxes", "capacity"), [(0, 0), (3, 3), (5, 3)])
 def test_a_full_server_has_no_room(sandboxes: int, capacity: int) -> None:
     assert not Candidate("a", sandboxes, capacity, ()).has_room
+
+
+def workers(*sandboxes: int, capacity: int = 100) -> dict[str, Candidate]:
+    """The workers of a server, and another server that is nearly empty."""
+    made = {
+        f"s:{index}": Candidate(f"s:{index}", count, capacity, ("namespace",)) for index, count in enumerate(sandboxes)
+    }
+    return {**made, "t": Candidate("t", 1, capacity, ("namespace",))}
+
+
+@pytest.mark.parametrize(
+    ("sandboxes", "chosen"), [((3, 2), "s:0"), ((4, 2), "s:0"), ((5, 2), "s:1"), ((50, 41), "s:0"), ((53, 41), "s:1")]
+)
+def test_a_worker_takes_what_it_got_unless_another_is_clearly_emptier(sandboxes: tuple[int, int], chosen: str) -> None:
+    assert choose(workers(*sandboxes), "s:0", files="s", movable=True, provider=None) == chosen
+
+
+def test_files_of_a_server_are_there_for_each_of_its_workers() -> None:
+    assert choose(workers(100, 99), "t", files="s", movable=True, provider=None) == "s:1"
+    assert choose(workers(100, 100), "t", files="s", movable=True, provider=None) == "t"
+    assert choose(workers(100, 100), "t", files="s", movable=False, provider=None) in {"s:0", "s:1"}
+    stopped = Holding(None, 0.0, "s", State.STOPPED, released=True)
+    assert place_of(stopped, "s:1", {"s:0", "t"}) == HERE
+    assert place_of(stopped, "t", {"s:0", "s:1"}) == There("s:0")
+    assert place_of(stopped, "t", set()) == HERE
+
+
+def test_folders_are_for_the_first_worker() -> None:
+    folder = Holding(None, 0.0, "s", State.STOPPED, released=True, folder=True)
+    assert place_of(folder, "s:1", {"s:0"}) == There("s:0")
+    assert place_of(folder, "s:0", {"s:1"}) == HERE
+    assert place_of(folder, "s", set()) == HERE, "one process is first and last"
+    assert place_of(folder, "t", {"s:1", "s:0"}) == There("s:0")
+    assert place_of(folder, "t", {"s"}) == There("s")

@@ -249,7 +249,8 @@ class SandboxExecutor:
                     continue
                 except AlreadyExists:
                     return
-                except SandboxLost:
+                except SandboxLost as error:
+                    work.begun = error.sent
                     raise
                 except CarrelError:
                     work.begun = False  # it was refused before it began

@@ -15,6 +15,7 @@ from carrel.models.events import EventDraft, EventKind, body_of
 from carrel.models.jobs import LONGEST_BACKOFF_S
 from carrel.store.jobs import JobFacts, JobRecord, JobStep, Queue
 
+CANCELLED = "it was cancelled"
 TRIED_AGAIN = frozenset({JobState.FAILED, JobState.TIMED_OUT, JobState.LOST})
 """The ends after which a job is run again, if its submitter asked for retries."""
 
@@ -89,12 +90,12 @@ def noted(record: JobRecord, now: float, facts: Mapping[str, Any]) -> JobStep | 
     return JobStep(after, events)
 
 
-def put_back(record: JobRecord, now: float, reason: str | None, pause_s: float) -> JobStep | None:
+def put_back(record: JobRecord, now: float, reason: str | None, pause_s: float, ttl_s: float) -> JobStep | None:
     """Its work has not begun and cannot begin now: it waits for its turn again, with the same attempt."""
     if record.state is not JobState.RUNNING:
         return None
     if record.cancel:
-        return ended(record, now, JobOutcome(JobState.CANCELLED), 0.0)
+        return ended(record, now, JobOutcome(JobState.CANCELLED, CANCELLED), ttl_s)
     facts = replace(record.facts, phase=None, reason=reason, resumes=True, dispatched=False)
     waiting = replace(
         record, state=JobState.QUEUED, owner=None, lease_until=None, not_before=now + pause_s, facts=facts
@@ -105,12 +106,12 @@ def put_back(record: JobRecord, now: float, reason: str | None, pause_s: float) 
     return JobStep(waiting, told)
 
 
-def asked(record: JobRecord, now: float, approval: str, operation: str, step: int) -> JobStep | None:
+def asked(record: JobRecord, now: float, approval: str, operation: str, step: int, ttl_s: float) -> JobStep | None:
     """A person has to decide before the work can begin. The server is free for other jobs meanwhile."""
     if record.state is not JobState.RUNNING:
         return None
     if record.cancel:
-        return ended(record, now, JobOutcome(JobState.CANCELLED), 0.0)
+        return ended(record, now, JobOutcome(JobState.CANCELLED, CANCELLED), ttl_s)
     facts = replace(
         record.facts, phase=None, reason=None, resumes=True, dispatched=False, operation=operation, step=step
     )
@@ -175,7 +176,7 @@ def lost(record: JobRecord, now: float, reason: str, ttl_s: float) -> JobStep | 
     if record.state is not JobState.RUNNING:
         return None
     if not record.facts.dispatched:
-        return put_back(record, now, reason, 0.0)
+        return put_back(record, now, reason, 0.0, ttl_s)
     return ended(record, now, JobOutcome(JobState.LOST, reason), ttl_s)
 
 

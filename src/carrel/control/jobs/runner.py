@@ -9,11 +9,13 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Set
 from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from carrel.config import JobSettings
 from carrel.control.governance.open_requests import OpenRequests
@@ -41,6 +43,8 @@ from carrel.primitives.backoff import Backoff
 from carrel.store.jobs import Decide, JobFacts, JobRecord, JobStep, JobStore, OutputPiece
 
 log = logging.getLogger("carrel.jobs")
+
+T = TypeVar("T")
 
 FLUSH_S = 0.5
 """How often output and progress of a running job are written."""
@@ -140,6 +144,8 @@ class JobRunner:
         self._at_once = max(1, worker.share(settings.at_once))
         self._lease_s = lease_s
         self._runs: dict[str, _Run] = {}
+        self._strays: Set[str] = set()
+        """The jobs of this server that had no run when the leases were renewed last."""
         self._wake = asyncio.Event()
         self._closing = False
         self._loops: list[asyncio.Task[None]] = []
@@ -177,13 +183,19 @@ class JobRunner:
             record, box = run.record, run.work.box
             if record.state is not JobState.RUNNING or run.fenced:
                 continue
-            if not run.work.begun and not record.facts.dispatched:
+            if not run.work.begun:
                 reason = "its server was stopped before it began"
                 with suppress(CarrelError):
-                    await self._change(record.id, partial(_put_back, reason=reason, pause_s=0.0), record.fence)
+                    await self._change(record.id, self._put_back(reason=reason, pause_s=0.0), record.fence)
             elif box is not None and run.work.request.mcp is None:
                 kept.append(box.record.id)
         await self._store.close()
+        known = {run.record.id for run in runs}
+        with suppress(CarrelError):  # a claim that was committed after all: nobody began with it
+            for record in await self._store.running():
+                if record.owner == self._node and record.id not in known:
+                    reason = "its server was stopped before it began"
+                    await self._change(record.id, self._put_back(reason=reason, pause_s=0.0), record.fence)
         if kept:
             log.info("%d jobs go on in their sandboxes, until the server is back", len(kept))
         return kept
@@ -199,7 +211,7 @@ class JobRunner:
         """End a job that was cancelled, if it runs here."""
         run = self._runs.get(job_id)
         if run is not None:
-            run.end_with(JobOutcome(JobState.CANCELLED, "it was cancelled"))
+            run.end_with(JobOutcome(JobState.CANCELLED, lifecycle.CANCELLED))
 
     # the loops
 
@@ -242,7 +254,8 @@ class JobRunner:
                 return
 
     def _claimed(self, record: JobRecord, now: float) -> JobStep:
-        ready = self._executor.ready(record, JobRequest.model_validate(dict(record.request)))
+        request = _request_of(record)
+        ready = request is not None and self._executor.ready(record, request)
         return lifecycle.claimed(record, now, self._node, self._lease_s, dispatched=ready)
 
     async def _look(self) -> None:
@@ -252,9 +265,8 @@ class JobRunner:
                 self.wake()
         for job_id in await self._store.overdue():
             await self._change(job_id, partial(lifecycle.overdue, ttl_s=self._settings.ttl_s))
-        if self._store.shared:
-            for job_id in await self._store.cancelled(self._node):
-                self.cancel(job_id)
+        for job_id in await self._store.cancelled(self._node):  # through another server, or just when it was claimed
+            self.cancel(job_id)
 
     async def _renew(self) -> None:
         """Keep the leases of this server, and find the jobs of servers that have died."""
@@ -268,6 +280,12 @@ class JobRunner:
                 log.warning("job %s is not this server's any more: it is ended here", job_id)
                 run.fenced = True
                 run.end_with(JobOutcome(JobState.LOST))
+        strays = held.keys() - self._runs.keys()
+        for job_id in strays & self._strays:  # nobody here knows of it any more: that must not keep it from its end
+            adopt = partial(lifecycle.adopted, former=self._node, owner=self._node, lease_s=self._lease_s)
+            if (adopted := await self._change(job_id, adopt)) is not None:
+                self._begin(adopted, self._adopted)
+        self._strays = strays
         grace = self._lease_s / 3
         for job_id in await self._store.abandoned(grace, self._worker.names):
             if job_id not in self._runs:
@@ -284,7 +302,9 @@ class JobRunner:
     # one job
 
     def _begin(self, record: JobRecord, go: Callable[[_Run], Any]) -> None:
-        request = JobRequest.model_validate(dict(record.request))
+        request = _request_of(record)
+        if request is None:
+            request, go = JobRequest.model_construct(command="?"), self._unreadable
         run = _Run(Work(record, request, ROOT), time.time())
         self._runs[record.id] = run
         self._watch.changed(record)
@@ -312,7 +332,8 @@ class JobRunner:
         if run.record.token_id is None:
             await go(run)
             return
-        run.work.identity = await self._tokens.of_id(run.record.token_id)
+        token_id = run.record.token_id
+        run.work.identity = await self._stubborn(lambda: self._tokens.of_id(token_id))
         opened = self._requests.open(run.work.identity)
         assert opened is not None
         words = "the token of its submitter was revoked or has expired"
@@ -344,13 +365,13 @@ class JobRunner:
             if run.stop is None:
                 await self._executor.begin(work)
         except PersonNeeded as needed:
-            asked = partial(lifecycle.asked, approval=needed.approval, operation=needed.operation, step=needed.step)
+            asked = self._asked(needed)
             await self._leave(run, asked)
             return
         except (LimitExceeded, NotRunning, RunsElsewhere, NodeUnreachable, SandboxLost) as error:
             if work.begun:
                 raise
-            await self._leave(run, partial(_put_back, reason=error.detail, pause_s=AGAIN_S))
+            await self._leave(run, self._put_back(reason=error.detail, pause_s=AGAIN_S))
             asyncio.get_running_loop().call_later(AGAIN_S, self.wake)
             return
         except PlatformError:
@@ -373,6 +394,18 @@ class JobRunner:
         finally:
             await tasks.cancel([doing, stopping])
 
+    def _asked(self, needed: PersonNeeded) -> Decide:
+        return partial(
+            lifecycle.asked,
+            approval=needed.approval,
+            operation=needed.operation,
+            step=needed.step,
+            ttl_s=self._settings.ttl_s,
+        )
+
+    def _put_back(self, reason: str, pause_s: float) -> Decide:
+        return partial(lifecycle.put_back, reason=reason, pause_s=pause_s, ttl_s=self._settings.ttl_s)
+
     async def _leave(self, run: _Run, decide: Decide) -> None:
         """Give the job back to the queue, or let it wait for a person."""
         record = await self._stubborn(lambda: self._store.change(run.record.id, decide, run.record.fence))
@@ -380,9 +413,14 @@ class JobRunner:
             run.work.record = record
             self._watch.changed(record)
 
+    async def _unreadable(self, run: _Run) -> None:
+        reason = "this version of carrel cannot read the job, which another one accepted"
+        await self._finish(run, JobOutcome(JobState.FAILED, reason, final=True))
+
     async def _adopted(self, run: _Run) -> None:
         """Go on with a job that the process before had begun."""
         work, facts = run.work, run.record.facts
+        work.begun = facts.dispatched
         if facts.result is not None:
             work.begun = True
             await self._finish(run, JobOutcome(**{**facts.result, "state": JobState(facts.result["state"])}))
@@ -394,7 +432,7 @@ class JobRunner:
             reason = "the server was restarted, and the sandbox does not run any more"
             await self._finish(run, JobOutcome(JobState.LOST, reason))
         elif not found:
-            await self._leave(run, partial(_put_back, reason="the server was restarted before it began", pause_s=0.0))
+            await self._leave(run, self._put_back(reason="the server was restarted before it began", pause_s=0.0))
             self.wake()
         else:
             work.begun = True
@@ -408,7 +446,7 @@ class JobRunner:
         run.began = time.monotonic()
         facts = run.record.facts
         run.started_at = facts.started_at or time.time()
-        run.facts |= {"phase": "running", "started_at": run.started_at}
+        run.facts |= {"phase": "running", "started_at": run.started_at, "reason": None}
         if facts.starting_ms is None:
             run.facts["starting_ms"] = (run.began - run.claimed) * 1000
         if work.box is not None:
@@ -432,7 +470,7 @@ class JobRunner:
                 await self._flush(run)
             end = reading.result() if reading.done() and not reading.cancelled() else None
         except PersonNeeded as needed:
-            asked = partial(lifecycle.asked, approval=needed.approval, operation=needed.operation, step=needed.step)
+            asked = self._asked(needed)
             await self._leave(run, asked)
             return
         except CarrelError:
@@ -628,19 +666,22 @@ class JobRunner:
             return outcome
         return replace(outcome, reason="; ".join(([outcome.reason] if outcome.reason else []) + failed))
 
-    async def _stubborn(self, write: Callable[[], Any]) -> JobRecord | None:
-        """Write, and try again while the database is away: the end of a job must not get lost."""
+    async def _stubborn(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Work with the database, and try again while it is away: the end of a job must not get lost."""
         backoff = Backoff(0.1, 2.0)
         while True:
             try:
-                found: JobRecord | None = await write()
-                return found
+                return await work()
             except PlatformError as error:
                 if self._closing:
                     raise
-                log.warning("a job cannot be written: %s", error)
+                log.warning("a job has to wait: %s", error)
                 await asyncio.sleep(backoff.next_pause())
 
 
-def _put_back(record: JobRecord, now: float, *, reason: str, pause_s: float) -> JobStep | None:
-    return lifecycle.put_back(record, now, reason, pause_s)
+def _request_of(record: JobRecord) -> JobRequest | None:
+    """Return what was asked for; None if another version of carrel accepted it and this one cannot read it."""
+    try:
+        return JobRequest.model_validate(dict(record.request))
+    except ValidationError:
+        return None

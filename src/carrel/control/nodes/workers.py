@@ -15,11 +15,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
+from carrel.config import MOST_WORKERS
 from carrel.errors import CarrelError
 
 log = logging.getLogger("carrel.nodes")
 
-MOST_WORKERS = 64
 SEPARATOR = ":"
 """Between the name of a server and the number of a worker. The name of a server cannot have it."""
 LOOK_EVERY_S = 0.05

@@ -46,6 +46,12 @@ def _lost(why: str) -> SandboxLost:
     return SandboxLost(f"the sandbox {why}", hint="deploy_or_resume starts it again on the same workspace")
 
 
+def _unsent(why: str) -> SandboxLost:
+    error = _lost(why)
+    error.sent = False
+    return error
+
+
 def problem_from(status: int, body: bytes) -> CarrelError:
     """Return the error of a problem answer; its contents are bounded."""
     try:
@@ -232,7 +238,7 @@ class SupervisorConnection:
 
     async def _connect(self) -> HttpWire:
         if self._closed:
-            raise _lost("has ended")
+            raise _unsent("has ended")
         if len(self._open) >= MAX_OPEN:
             raise LimitExceeded(
                 f"more than {MAX_OPEN} requests to this sandbox at once", hint="wait for some of them to finish"
@@ -244,7 +250,7 @@ class SupervisorConnection:
                 await self._link.connect(lambda: wire)
         except (OSError, TimeoutError):
             self._open.discard(wire)
-            raise _lost("does not answer") from None
+            raise _unsent("does not answer") from None
         except BaseException:
             self._open.discard(wire)
             raise
