@@ -210,7 +210,7 @@ def gvisor_server(bundles: Path) -> Iterator[Server]:
         serving(user=False, options=options, prepare=share_bundle) as server,
         server.client.sandbox(trust="low") as box,
     ):
-        _KEPT[server.pid] = box
+        _KEPT[server.pid] = {None: box}
         yield server
 
 
@@ -229,11 +229,19 @@ def microvm_server(bundles: Path) -> Iterator[Server]:
         serving(user=False, options={**FOLDERS, **own}, prepare=share_bundle) as server,
         server.client.sandbox(provider="microvm") as box,
     ):
-        _KEPT[server.pid] = box
+        _KEPT[server.pid] = {None: box}
         yield server
 
 
-_KEPT: dict[int, Sandbox] = {}
+@pytest.fixture(scope="session")
+def microvm_networks(microvm_server: Server) -> None:
+    """One more machine for each network, which attacks on that network share."""
+    for network in ("none", "allowlist"):
+        box = microvm_server.client.sandbox(provider="microvm", network=network)
+        _KEPT[microvm_server.pid][network] = box
+
+
+_KEPT: dict[int, dict[str | None, Sandbox]] = {}
 """The sandbox that attackers share where to start one takes longer than an attack, by its server."""
 
 Spawn = Callable[[str, Path], subprocess.Popen[str]]
@@ -307,9 +315,10 @@ class Attacker:
         return self._box
 
     def _kept(self) -> Sandbox | None:
-        if self.network is not None or self._own:
+        """The sandbox that attackers of a slow provider share; of virtual machines, one for each network."""
+        if self._own or (self.network is not None and self.setting != "microvm"):
             return None
-        return _KEPT.get(self.server.pid)
+        return _KEPT.get(self.server.pid, {}).get(self.network)
 
     def another(self, context_id: str | None = None, **options: Any) -> Sandbox:
         """One more sandbox of the same kind on the same server."""

@@ -15,8 +15,10 @@ def network(request):
 
 
 @pytest.fixture
-def attacker(attacker, network):
+def attacker(request, attacker, network):
     """As everywhere, on each of these networks."""
+    if attacker.setting == "microvm":
+        request.getfixturevalue("microvm_networks")
     attacker.network = network
     return attacker
 
