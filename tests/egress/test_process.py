@@ -173,11 +173,15 @@ async def test_an_answer_that_comes_too_late_for_a_killed_process_is_none_to_the
         assert (await asking).json()["reason"] == "not that one"
 
 
-async def test_who_asked_is_told_when_another_control_plane_comes_before_the_first_has_left(control: Control) -> None:
+async def test_who_asked_is_told_when_the_first_of_two_control_planes_leaves(control: Control) -> None:
     async with attached(control, plan("a")) as client:
         asking = asyncio.create_task(client.get("http://unknown.invalid/"))
         await until(lambda: control.told("ask"), what="a question")
+        first = control.channel
         control.connect()
+        await control.ask("describe")
+        assert not asking.done(), "the first can still answer"
+        first.close()
         assert "nobody can be asked" in (await asking).json()["reason"]
 
 

@@ -352,8 +352,13 @@ def test_deepagents_extra_makes_an_agent(install: Install, tmp_path: Path) -> No
     install("deepagents").run(USE_DEEPAGENTS, data=tmp_path)
 
 
-def test_nats_extra_has_its_client(install: Install, tmp_path: Path) -> None:
+def test_extras_of_a_server_have_what_they_import(install: Install, tmp_path: Path) -> None:
     install("nats").run("import nats.js", data=tmp_path)
+    install("otel").run(
+        "import opentelemetry.exporter.otlp.proto.http.trace_exporter, opentelemetry.sdk.trace", data=tmp_path
+    )
+    install("spiffe").run("import spiffe", data=tmp_path)
+    install("kubernetes").run("import yaml", data=tmp_path)
 
 
 @pytest.mark.parametrize("version", [version for version in VERSIONS if version != OWN])

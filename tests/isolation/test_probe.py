@@ -15,7 +15,7 @@ def test_the_probe_prints_json_and_leaves_nothing() -> None:
     answer = json.loads(run.stdout)
     assert run.stderr == b""
     assert {finding["status"] for finding in answer["findings"]} <= {"ok", "degraded", "missing"}
-    assert set(answer["controllers"]) <= {"memory", "cpu"}
+    assert set(answer["controllers"]) <= {"memory", "cpu", "cpuacct"}
 
 
 def test_the_host_is_examined_once() -> None:

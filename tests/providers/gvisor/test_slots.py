@@ -49,7 +49,7 @@ STEPS: list[tuple[object, str]] = [
 ]
 """The steps of starting and claiming a slot, in their order."""
 _UNTIL_CLAIMED = 8
-SLOT = os.environ.setdefault("CARREL_TESTS_SLOT", f"slot-{os.getpid()}")
+SLOT = os.environ.setdefault("SLOT_OF_TESTS", f"slot-{os.getpid()}")
 """The groups of a sandbox are found by its id, whoever has made them: so two runs must not use the same."""
 
 
