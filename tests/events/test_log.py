@@ -361,3 +361,29 @@ async def test_who_waits_when_the_log_closes_without_a_database_is_told(where: s
         ends = await asyncio.gather(*waiting, return_exceptions=True)
     assert [type(end) for end in ends] == [PlatformError] * 4
     await database.close()
+
+
+async def test_an_event_beside_the_start_of_the_first_reader_is_not_missed(where: str) -> None:
+    class Slow(EventStore):
+        """Something happens, and is noticed, between the question for the newest event and the answer."""
+
+        asked = False
+
+        async def last(self) -> int:
+            found = await super().last()
+            if not self.asked:
+                self.asked = True
+                await self.append([draft("c", 0)])
+                while self.staged.is_set():
+                    await asyncio.sleep(0.001)
+            return found
+
+    database = await Database.open(where)
+    log = EventLog(Slow(database), "a", keep_days=7, keep_bytes=2**30)
+    await log.open()
+    try:
+        async with asyncio.timeout(10):
+            assert await read(log, EVERYTHING, 0, 1) == [(1, '{"n":0}')]
+    finally:
+        await log.close()
+        await database.close()

@@ -349,6 +349,7 @@ class EventLog:
         async with self._starting:
             if self._tail is None:
                 self._tail = Tail(await self._store.last())
+                self._store.staged.set()  # for what was stored in between, which nobody has looked for
             return self._tail
 
     async def _follow_log(self) -> None:

@@ -18,7 +18,6 @@ from sqlalchemy.exc import IntegrityError
 from carrel.errors import Conflict
 from carrel.models.events import EventDraft
 from carrel.store.audit_search import AuditSearch
-from carrel.store.database import Occupied
 from carrel.store.events import stage
 from carrel.store.tables import audit_heads as heads
 from carrel.store.tables import audit_holds as holds
@@ -69,13 +68,7 @@ class AuditStore(AuditSearch):
             stage(connection, happened)
 
         try:
-            if short:
-                try:
-                    self._database.write_here(run)
-                    return
-                except Occupied:
-                    pass
-            await self._database.write(run)
+            await (self._database.write_soon(run) if short else self._database.write(run))
         except IntegrityError:
             raise _grown() from None
 

@@ -46,9 +46,13 @@ _STAGED = "carrel_staged"
 _CHANGED = "carrel_changed"
 _CHECKPOINT_WRITES = 500
 """After this many writes of all processes that take turns, about, one of them checkpoints the WAL."""
-_TRIES, _TRY_S = 10, 0.00005
-"""How often a short write tries to get its turn, and the pause between: turns take a tenth of a millisecond. A thread
-that waits would keep its turn while it waits for the interpreter.
+_TRIES, _TRY_S = 2, 0.00005
+"""How often a short write tries to get its turn before the event loop goes on, and the pause between: turns take some
+tenths of a millisecond.
+"""
+_TURNS, _TURN_S = 10, 0.001
+"""How often it comes back for its turn, and after which time, before the writer's thread waits for it. That thread
+would keep its turn while it waits for the interpreter, which the event loop may have for milliseconds.
 """
 _MOST_WRITES_HERE = 100
 """After this many writes on the event loop, one goes to the writer's thread, which also checkpoints the WAL."""
@@ -96,6 +100,10 @@ def _begin(connection: Connection) -> None:
 
 class Occupied(Exception):
     """The database cannot be written without waiting; `write` waits."""
+
+
+class OthersTurn(Occupied):
+    """Another process writes, for less than a millisecond."""
 
 
 class _StatementRunner(Protocol):
@@ -176,7 +184,7 @@ class _Sqlite:
                 break
             time.sleep(_TRY_S)
         else:
-            raise Occupied
+            raise OthersTurn
         try:
             self._writes += 1
             return self._write_here(query)
@@ -367,6 +375,19 @@ class Database:
         if changed:
             self._wrote(changed)
         return result
+
+    async def write_soon(self, query: Query[T]) -> T:
+        """Write with a short query: in the caller's thread where it need not wait for more than the turns of other
+        processes, else as `write` does.
+        """
+        for _ in range(_TURNS):
+            try:
+                return self.write_here(query)
+            except OthersTurn:
+                await asyncio.sleep(_TURN_S)
+            except Occupied:
+                break
+        return await self.write(query)
 
     async def sync(self) -> None:
         """Return once everything written survives a power cut."""

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from sqlalchemy.engine import Connection
 
 from carrel.models.events import EventDraft
-from carrel.store.database import Database, Occupied
+from carrel.store.database import Database
 from carrel.store.events import stage
 
 T = TypeVar("T")
@@ -21,7 +20,7 @@ Change = Callable[[Connection], tuple[T, Sequence[EventDraft]]]
 
 MOST_TOGETHER = 200
 SHORT = 8
-"""Changes that cost less on the event loop than the way to another thread and back, see `Database.write_here`."""
+"""Changes that cost less on the event loop than the way to another thread and back, see `Database.write_soon`."""
 _Waiting = tuple[str, Change[Any], "asyncio.Future[Any]", bool]
 
 
@@ -71,8 +70,7 @@ class GroupedWrites:
 
     async def _together(self, group: Sequence[_Waiting]) -> list[Any]:
         if len(group) <= SHORT and not any(large for *_, large in group):
-            with suppress(Occupied):
-                return self._database.write_here(lambda connection: _all(connection, group))
+            return await self._database.write_soon(lambda connection: _all(connection, group))
         return await self._database.write(lambda connection: _all(connection, group))
 
     async def _alone(self, waiting: _Waiting) -> None:

@@ -168,8 +168,10 @@ class JobRunner:
 
     async def close(self) -> list[str]:
         """Leave the jobs: what runs in sandboxes goes on, and the next process takes it over. Returns the sessions that
-        must not end.
+        must not end. A second time does no harm.
         """
+        if self._closing:
+            return []
         self._closing = True
         await tasks.cancel(self._loops)
         runs = list(self._runs.values())
