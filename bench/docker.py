@@ -69,7 +69,7 @@ async def _measure(docker: Docker, others: ground.Sandboxes, place: Path, progre
         if "podman run" in starts:
             subprocess.run([*podman, "system", "reset", "--force"], check=False, stdout=subprocess.DEVNULL)
     idle = [await _slot(docker) for _ in range(IDLE)]
-    memory = [await docker.boxes.provider.memory_bytes(handle) or 0 for handle in idle]
+    memory = await ground.memory_of(docker.boxes.provider, idle)
     for handle in idle:
         await docker.boxes.provider.remove(handle)
     running = {"namespace": await others.start(), "carrel": await docker.boxes.start()}

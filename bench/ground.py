@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,13 @@ async def scratch() -> AsyncIterator[Path]:
         yield place
     finally:
         shutil.rmtree(place, ignore_errors=True)
+
+
+async def memory_of(provider: Provider, handles: Sequence[Handle]) -> list[int]:
+    """Return the memory of each sandbox in bytes, 0 where it is not known."""
+    found = await provider.resources(handles)
+    used = [found.get(str(handle["id"])) for handle in handles]
+    return [0 if each is None else each.memory_bytes or 0 for each in used]
 
 
 class Sandboxes:

@@ -42,9 +42,9 @@ async def run(progress: Progress) -> Report:
         idle = [await boxes.start() for _ in range(IDLE)]
         for handle in idle:
             await ground.first_command(handle)
-        memory = [await boxes.provider.memory_bytes(handle) or 0 for handle in idle]
+        memory = await ground.memory_of(boxes.provider, idle)
         slots = [await _start_slot(boxes, boxes.workspace()) for _ in range(IDLE)]
-        waiting = [await boxes.provider.memory_bytes(slot) or 0 for slot in slots]
+        waiting = await ground.memory_of(boxes.provider, slots)
         for slot in slots:
             await boxes.remove(slot)
         wire = Wire(ground.reach(idle[0]))

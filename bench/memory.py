@@ -37,8 +37,8 @@ async def run(progress: Progress) -> Report:
         first_only = sum(map(pss_kib, pids)) / ALIVE / MIB
         processes = sum(1 + len(families(pid)) for pid in pids) / ALIVE
         zygote = pss_kib(parent(pids[0])) / MIB
-        counted = [await boxes.provider.memory_bytes(handle) for handle in handles]
-    cgroup = sum(each or 0 for each in counted) / ALIVE / MIB / MIB
+        counted = await ground.memory_of(boxes.provider, handles)
+    cgroup = sum(counted) / ALIVE / MIB / MIB
     theirs = _bwrap_idle()
     table = Table("memory of an idle sandbox", ("", "alive", "PSS MB each", "processes each", "cgroup MB"))
     table.add("bubblewrap with `sleep`", str(PEERS_ALIVE), theirs, None, None)
