@@ -348,7 +348,7 @@ async def test_two_servers_lose_each_other_and_keep_the_database(
                     await asyncio.sleep(0.05)
             networks.cut()
             cut = time.monotonic()
-            # Its owner goes on. The other says so, does not take the session, and does not keep callers waiting for long.
+            # The owner goes on. The other server does not take the session; it tells its callers so, and soon.
             while time.monotonic() - cut < 3 * LEASE_S:
                 assert await place.run("a", box, "echo on") == "on\n"
                 began = time.monotonic()

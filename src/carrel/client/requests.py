@@ -24,7 +24,7 @@ UNCHANGED = Unchanged.UNCHANGED
 def trace_headers() -> dict[str, str]:
     """Return the headers that name the trace which this program is in, if it uses OpenTelemetry. Imports nothing."""
     api = sys.modules.get("opentelemetry.trace")
-    if api is None or not hasattr(api, "get_current_span"):  # it is being imported
+    if api is None or not hasattr(api, "get_current_span"):  # another thread still imports it
         return {}
     context = api.get_current_span().get_span_context()
     if not context.is_valid:

@@ -170,7 +170,7 @@ class ServerConnections:
 
 
 class _ServerConnection(HttpConnection):
-    """A connection of a server that is accepted by its ID."""
+    """A connection from a server whose SPIFFE ID is accepted."""
 
     def __init__(self, router: HttpRouter, running: set[asyncio.Task[None]], servers: ServerConnections):
         super().__init__(router, running)

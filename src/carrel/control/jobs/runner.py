@@ -57,7 +57,7 @@ AGAIN_S = 2.0
 """The pause of a job that could not start for want of room, or because its sandbox was just ending."""
 RECENT_S = 60.0
 MOST_HELD = 4 * 1024 * 1024
-"""Bytes of output of one job in memory, at which it is written before more is read."""
+"""When this many bytes of a job's output are in memory, they are written before more is read."""
 PIECE = 256 * 1024
 CLOSING_S = 5.0
 

@@ -197,7 +197,7 @@ class Worker:
         return owner == self.name or (self.alone and owner not in self.names)
 
     def share(self, total: int) -> int:
-        """Return its part of a number that the workers divide among themselves."""
+        """Return this worker's part of a number that is divided among all workers."""
         return total // self.count + (self.index < total % self.count)
 
     # the others

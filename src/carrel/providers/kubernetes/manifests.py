@@ -19,7 +19,7 @@ from carrel.providers import bundle
 Manifest = dict[str, Any]
 
 INSTANCE, SANDBOX = "carrel/instance", "carrel/sandbox"
-"""Labels: the server that an object belongs to, and the sandbox that it is, as a hash."""
+"""Labels: the server that owns an object, and a hash of the sandbox's id."""
 ID = "carrel/id"
 """An annotation: the id of a sandbox."""
 CONTAINER = "sandbox"
