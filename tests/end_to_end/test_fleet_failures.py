@@ -348,7 +348,7 @@ async def test_two_servers_lose_each_other_and_keep_the_database(
                     await asyncio.sleep(0.05)
             networks.cut()
             cut = time.monotonic()
-            # The owner goes on. The other server does not take the session; it tells its callers so, and soon.
+            # The owner goes on. The other does not take the session, and tells its callers at once.
             while time.monotonic() - cut < 3 * LEASE_S:
                 assert await place.run("a", box, "echo on") == "on\n"
                 began = time.monotonic()

@@ -163,7 +163,7 @@ class StagedProvider(Provider, Generic[Parts]):
     # starting
 
     def _check(self, launch: Launch) -> None:
-        """Refuse a launch that needs a capability which this host lacks, or something that these sandboxes never have."""
+        """Refuse a launch that needs what this host lacks, or what these sandboxes never have."""
         self.require(NETWORK_CAPABILITY[launch.network])
         if launch.folder is not None:
             raise Unsupported(f"{self.noun} cannot work on a folder of the host", field="workspace_path")
