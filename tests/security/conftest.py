@@ -26,7 +26,7 @@ from tests.support import images, microvm
 from tests.support.attacks import answer, words
 from tests.support.dockerd import DockerDaemon
 from tests.support.gvisor import find_runsc
-from tests.support.known_gaps import ATTACKED, NOT_JUDGED, ON_IMAGE
+from tests.support.known_gaps import ATTACKED, NEEDED, NEVER, NOT_JUDGED, ON_IMAGE
 from tests.support.masks_ground import Hold, holding
 from tests.support.nesting import give
 from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
@@ -219,7 +219,7 @@ def gvisor_server(bundles: Path) -> Iterator[Server]:
 def microvm_server(bundles: Path) -> Iterator[Server]:
     if not ROOT or not microvm.find_kernel():
         pytest.skip("virtual machines: the tests do not run as root, or scripts/fetch-kernel was not run")
-    own = {"microvm.enabled": "true"} | {
+    own = {"microvm.enabled": "true", "lease_s": "900"} | {  # emulation leaves little time to the server
         f"microvm.{name}": value for name, value in asdict(microvm.options()).items() if value != ""
     }
 
@@ -492,13 +492,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.config.getoption("--on-docker"):
         more = ["root in Docker"]
     attack = metafunc.function.__name__
-    more = [where for where in more if attack not in NOT_JUDGED[PROVIDER.get(where, "namespace")]]
+    needed = NEEDED.get(metafunc.module.__name__.rpartition(".")[2])
+    more = [
+        where
+        for where in more
+        if attack not in NOT_JUDGED[PROVIDER.get(where, "namespace")]
+        and needed not in NEVER[PROVIDER.get(where, "namespace")]
+    ]
     if "hold" in metafunc.fixturenames:
         kinds = ["root on an image", "user on an image"]
         if not metafunc.config.getoption("--on-image"):
             kinds = ["root", "user", *(kinds[:1] if metafunc.module.__name__.endswith(MASKS_ON_IMAGE) else [])]
         if metafunc.config.getoption("--on-docker"):
             kinds = ["root in Docker"]
+        if metafunc.config.getoption("--on-gvisor") or metafunc.config.getoption("--on-microvm"):
+            kinds = []
         metafunc.parametrize("hold", kinds, indirect=True, scope="module")
     for name, settings in {"attacker": ["root", "user"], "compared": ["root", "user", "process"]}.items():
         if name in metafunc.fixturenames:
