@@ -37,6 +37,7 @@ from carrel.providers.kubernetes.slot_directories import SlotDirectories, is_sma
 from carrel.providers.kubernetes.warm_pools import WarmPools, claimed_pod
 from carrel.providers.links import RemoteAddress, RemoteLink, SupervisorLink
 from carrel.providers.remote import give_facts
+from carrel.providers.ways_out import WaysOut
 from carrel.spiffe.sandboxes import SLOT_LIFETIME_S, SandboxIdentities
 
 START_S, REMOVAL_S = 120.0, 60.0
@@ -47,6 +48,7 @@ SERVERS = {"app.kubernetes.io/name": "carrel", "app.kubernetes.io/component": "s
 POLICY = "carrel-sandboxes"
 _NO_IDS = "pods are reached by their SPIFFE IDs, and this server has none: set CARREL_SPIFFE_SOURCE"
 _DIAL_S, _PAUSE_S = 1.0, 0.03
+_WAYS_OUT = "ways-out"
 _RENEWED_BEFORE_S = SLOT_LIFETIME_S / 2
 
 
@@ -86,6 +88,7 @@ class KubernetesProvider(Provider):
         self._credentials_until = 0.0
         self._preparing = asyncio.Lock()
         self._slots = SlotDirectories(options.volume_directory, self._instance, SANDBOX_UID)
+        self._ways_out = WaysOut(os.path.join(run_dir, _WAYS_OUT))
         self._waiting: dict[str, _Waiting] = {}
         self._claimed: dict[str, str] = {}
         self._pools: WarmPools | None = None
@@ -142,6 +145,7 @@ class KubernetesProvider(Provider):
                 Capability.LIMIT_MEMORY,
                 Capability.LIMIT_DISK,
                 Capability.NETWORK_NONE,
+                Capability.NETWORK_ALLOWLIST,
                 Capability.SECRETS,
                 Capability.TERMINAL,
                 Capability.SURVIVES_RESTART,
@@ -276,9 +280,9 @@ class KubernetesProvider(Provider):
     async def _give(self, pod: StartedPod, id: str, launch: Launch) -> Handle:
         """Give a sandbox to its owner: its supervisor becomes the agent, as soon as it listens."""
         slot = RemoteAddress(pod.address, manifests.PORT, self._slot_identity)
-        return self._handle(
-            id, pod, await give_facts(slot, self._identities, launch.id, self._facts(launch), self._watch(id, None))
-        )
+        ended = self._watch(id, None)
+        address = await give_facts(slot, self._identities, launch.id, self._facts(launch), ended)
+        return {**self._handle(id, pod, address), "egress": launch.network.proxied}
 
     async def _until_it_listens(self, id: str, pod: StartedPod) -> None:
         """Wait for the supervisor of a slot."""
@@ -372,7 +376,7 @@ class KubernetesProvider(Provider):
         gvisor = self._runtime_class != ""  # it has a filter of its own
         calls = b"" if gvisor else seccomp.build()
         facts = facts_of(launch, uid=SANDBOX_UID, gid=SANDBOX_UID, secrets=True, seccomp=calls)
-        facts |= {"socket": "", "secrets": manifests.LENT_SECRETS}
+        facts |= {"socket": "", "egress": "", "secrets": manifests.LENT_SECRETS}
         if gvisor:
             facts["limits"] = {name: value for name, value in facts["limits"].items() if name in LIMITS}
             facts["watch_memory"] = True
@@ -380,6 +384,11 @@ class KubernetesProvider(Provider):
 
     def link(self, handle: Handle) -> SupervisorLink:
         return RemoteLink(RemoteAddress.parse(str(handle["socket"])), self._identities.client_context)
+
+    async def way_out(self, handle: Handle) -> int | None:
+        if not handle.get("egress"):
+            return None
+        return await self._ways_out.open(str(handle["id"]), self.link(handle))
 
     async def alive(self, handle: Handle) -> bool:
         try:
@@ -424,6 +433,7 @@ class KubernetesProvider(Provider):
     async def _discard(self, id: str) -> None:
         """Remove whatever there is of a sandbox; return when its pod is gone, and so every process of it."""
         self._waiting.pop(id, None)
+        await self._ways_out.close(id)
         api = await self._prepare()
         claimed = await self._find_claimed(id)
         if claimed:
@@ -470,6 +480,7 @@ class KubernetesProvider(Provider):
             await self._discard(id)
         if self._pools is not None:
             await self._pools.close()
+        await self._ways_out.close_all()
         await asyncio.to_thread(self._slots.close)
         if self._api is not None:
             await self._api.close()
