@@ -48,13 +48,14 @@ SERVERS = {"app.kubernetes.io/name": "carrel", "app.kubernetes.io/component": "s
 POLICY = "carrel-sandboxes"
 _NO_IDS = "pods are reached by their SPIFFE IDs, and this server has none: set CARREL_SPIFFE_SOURCE"
 _DIAL_S, _PAUSE_S = 1.0, 0.03
+_WATCHED_AFTER_S = 0.5
 _WAYS_OUT = "ways-out"
 _RENEWED_BEFORE_S = SLOT_LIFETIME_S / 2
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A pod without an owner, and its directory among those of slots."""
+    """A pod without an owner, and its directory among those of slots. The uid and node of `pod` may be unknown yet."""
 
     pod: StartedPod
     directory: str
@@ -174,8 +175,8 @@ class KubernetesProvider(Provider):
 
     async def start_slot(self, launch: Launch) -> Handle:
         waiting = self._waiting[launch.id] = await self._start_empty(launch)
-        address = RemoteAddress(waiting.pod.address, manifests.PORT, self._slot_identity)
-        return self._handle(launch.id, waiting.pod, address)
+        pod = await self._complete(waiting.pod)
+        return self._handle(launch.id, pod, RemoteAddress(pod.address, manifests.PORT, self._slot_identity))
 
     async def _start_empty(self, launch: Launch) -> _Waiting:
         """Return a pod with an empty directory: a claimed one where there are warm pools, else a new one.
@@ -214,26 +215,43 @@ class KubernetesProvider(Provider):
 
     async def _own(self, id: str, waiting: _Waiting, launch: Launch) -> Handle:
         """Let a pod with an empty directory become a sandbox."""
+        looking = asyncio.ensure_future(self._complete(waiting.pod))
         try:
             await asyncio.to_thread(self._slots.give, waiting.directory, launch.workspace)
-            return await self._give(waiting.pod, id, launch)
+            handle = await self._give(waiting.pod, id, launch)
+            pod = await looking
+            return {**handle, "uid": pod.uid, "node": pod.node}
         except OSError as error:
             await asyncio.shield(self._discard(id))
             raise PlatformError(f"slot {id} cannot have the workspace of {launch.id}: {error}") from error
         except BaseException:
             await asyncio.shield(self._discard(id))
             raise
+        finally:
+            await tasks.cancel((looking,))
+
+    async def _complete(self, pod: StartedPod) -> StartedPod:
+        """Return a pod with all that is known of it."""
+        if pod.uid:
+            return pod
+        state = await self._open().get(f"{self._pods}/{pod.name}")
+        found = None if state is None else pods.started(state)
+        if found is None:
+            raise PlatformError(f"the pod {pod.name} has ended")
+        return found
 
     async def _claim_pod(self, pools: WarmPools, launch: Launch) -> StartedPod:
         """Claim a pod of a warm pool; return it once it has an address."""
         name = self._name(launch.id)
         folder = await asyncio.to_thread(self._slots.open)
-        await pools.claim(name, launch.id, self._request(launch, "", folder))
         try:
             async with asyncio.timeout(START_S):
-                self._claimed[launch.id] = await pools.pod_of(name)
+                claimed = await pools.claim(name, launch.id, self._request(launch, "", folder))
         except TimeoutError:
             raise PlatformError(f"sandbox {launch.id} got no pod of a warm pool in {START_S:.0f} s") from None
+        self._claimed[launch.id] = claimed.name
+        if claimed.address:  # it has been ready: nothing else has to be asked for now
+            return StartedPod(claimed.name, "", "", claimed.address)
         return await self._addressed(launch.id)
 
     def _request(self, launch: Launch, place: str, slots: str = "") -> PodRequest:
@@ -280,7 +298,7 @@ class KubernetesProvider(Provider):
     async def _give(self, pod: StartedPod, id: str, launch: Launch) -> Handle:
         """Give a sandbox to its owner: its supervisor becomes the agent, as soon as it listens."""
         slot = RemoteAddress(pod.address, manifests.PORT, self._slot_identity)
-        ended = self._watch(id, None)
+        ended = self._end_of(id)
         address = await give_facts(slot, self._identities, launch.id, self._facts(launch), ended)
         return {**self._handle(id, pod, address), "egress": launch.network.proxied}
 
@@ -294,7 +312,7 @@ class KubernetesProvider(Provider):
                 await asyncio.sleep(_PAUSE_S)
 
         waiting = asyncio.ensure_future(listening())
-        watching = asyncio.ensure_future(self._watch(id, None))
+        watching = asyncio.ensure_future(self._end_of(id))
         try:
             await asyncio.wait((waiting, watching), timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
@@ -357,6 +375,11 @@ class KubernetesProvider(Provider):
                     found = pods.started(pod)
                     if found is not None and addressed is not None and not addressed.done():
                         addressed.set_result(found)
+
+    async def _end_of(self, id: str) -> str:
+        """Return why the pod of a sandbox has failed, once it has. What ends sooner asks the cluster for nothing."""
+        await asyncio.sleep(_WATCHED_AFTER_S)
+        return await self._watch(id, None)
 
     def _selects(self, id: str) -> dict[str, str]:
         """Return the query for the pod of a sandbox. One of a warm pool has no labels of its owner."""
@@ -473,7 +496,8 @@ class KubernetesProvider(Provider):
             return self._claimed[id]
         if self._pools is None:
             return ""
-        return claimed_pod(await self._open().get(f"{self._pools.claims}/{self._name(id)}") or {})
+        found = claimed_pod(await self._open().get(f"{self._pools.claims}/{self._name(id)}") or {})
+        return "" if found is None else found.name
 
     async def close(self) -> None:
         for id in list(self._waiting):  # nobody can claim them any more
