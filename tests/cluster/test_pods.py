@@ -269,6 +269,13 @@ async def test_sandboxes_are_claimed_from_a_warm_pool(pooled, cluster):
     handle = await harness.provider.claim(slot, fresh)
     async with reached(harness.provider, handle, fresh.workspace) as box:
         assert await said(box, "ls -A; echo new") == "new"
+    # Credentials are renewed before they end: then pods that have the old ones are in no pool any more.
+    pools = {each["metadata"]["name"] for each in cluster.get("sandboxwarmpools", "-n", pooled.name)["items"]}
+    harness.provider._credentials_until = 0.0
+    async with harness.sandbox(memory_mb=256) as box:
+        assert await said(box, "echo renewed") == "renewed"
+    found = {each["metadata"]["name"] for each in cluster.get("sandboxwarmpools", "-n", pooled.name)["items"]}
+    assert found and not found & pools
     await first.close()
     await harness.close()
 

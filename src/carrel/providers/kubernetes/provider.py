@@ -64,6 +64,9 @@ class _Waiting:
 class KubernetesProvider(Provider):
     """Pods that keep to the Pod Security Standard `restricted`. For one event loop."""
 
+    slot_lifetime_s = SLOT_LIFETIME_S / 3
+    """Its credentials may be half as old as they can be when it starts; then its owner needs them once."""
+
     def __init__(
         self,
         run_dir: str,
@@ -525,26 +528,27 @@ class KubernetesProvider(Provider):
                 return api
             self._version = await self._find_agent_sandbox(api) if self._options.agent_sandbox else None
             self._server = await self._address_of_server(api)
-            if self._options.warm_pool and self._pools is None:
-                self._pools = await self._open_pools(api)
             policies = f"/apis/networking.k8s.io/v1/namespaces/{self._options.namespace}/networkpolicies"
             await put(api, policies, manifests.network_policy(POLICY, SERVERS))
             waiting = await asyncio.to_thread(self._identities.for_slot, self._instance)
             secret = manifests.secret(self._secret, {manifests.INSTANCE: self._instance}, waiting.to_json())
             await put(api, f"/api/v1/namespaces/{self._options.namespace}/secrets", secret)
+            if self._options.warm_pool:
+                await self._open_pools(api, str(int(waiting.expires_at)))
             self._credentials_until = waiting.expires_at - _RENEWED_BEFORE_S
         return api
 
-    async def _open_pools(self, api: KubernetesApi) -> WarmPools:
+    async def _open_pools(self, api: KubernetesApi, credentials: str) -> None:
+        """Begin with no pool. The pods of those that are there have credentials that end, or are of a killed server."""
         if self._version is None:
             raise ProviderUnavailable(
                 "warm pools need agent-sandbox, which is not installed or not used",
                 hint="install it, or set CARREL_KUBERNETES_WARM_POOL=0",
             )
-        labels = {manifests.INSTANCE: self._instance}
-        pools = WarmPools(api, self._options.namespace, self._version, labels, self._options.warm_pool)
-        await pools.open()
-        return pools
+        if self._pools is None:
+            labels = {manifests.INSTANCE: self._instance}
+            self._pools = WarmPools(api, self._options.namespace, self._version, labels, self._options.warm_pool)
+        await self._pools.open(credentials)
 
     async def _find_agent_sandbox(self, api: KubernetesApi) -> str | None:
         """Return the version of agent-sandbox's resources that is used; None if it is not installed."""

@@ -38,6 +38,7 @@ class WarmPools:
         self._labels = dict(labels)
         self._size = size
         self._made: set[str] = set()
+        self._credentials = ""
         self._making = asyncio.Lock()
 
     @property
@@ -45,8 +46,12 @@ class WarmPools:
         """The path of claims in the API."""
         return f"{self._path}/sandboxclaims"
 
-    async def open(self) -> None:
-        """Remove the pools of a server that was killed. Raises `PlatformError` where there are no pools."""
+    async def open(self, credentials: str) -> None:
+        """Begin with no pool, for pods with these credentials: remove those of this server, also of one that was
+        killed. Pods that were claimed stay. Raises `PlatformError` where there are no pools.
+        """
+        self._credentials = credentials
+        self._made.clear()
         query = {"labelSelector": ",".join(f"{key}={value}" for key, value in self._labels.items())}
         for kind in ("sandboxwarmpools", "sandboxtemplates"):
             listed = await self._api.get(f"{self._path}/{kind}", **query)
@@ -63,7 +68,7 @@ class WarmPools:
         one. Does not return for a claim that gets none.
         """
         labels = dict(request.labels)
-        request = replace(request, labels=self._labels, annotations={})
+        request = replace(request, labels=self._labels, annotations={manifests.CREDENTIALS: self._credentials})
         text = json.dumps(manifests.template("", request, self._version), sort_keys=True)
         pool = f"carrel-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         async with self._making:
