@@ -1,7 +1,7 @@
 # Each target sets up what it needs on a fresh clone.
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test kills fleet cluster-test check format bench generate requirements wheel clean
+.PHONY: help setup serve test kills fleet cluster-test check format bench generate requirements wheel images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -55,16 +55,20 @@ generate: setup  ## write the files that are made from others (sync client, refe
 bench: setup  ## measure carrel beside its peers (ARGS="start --json" for one)
 	@$(PY) -m bench $(ARGS)
 
-COMPILE := $(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate --group clone
+COMPILE := $(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate
 
 requirements: setup  ## resolve and pin the dependencies anew
-	@$(COMPILE) --extra dev pyproject.toml -o requirements/dev.txt
-	@$(COMPILE) --extra server -c requirements/dev.txt pyproject.toml -o requirements/server.txt
+	@$(COMPILE) --group clone --extra dev pyproject.toml -o requirements/dev.txt
+	@$(COMPILE) --group clone --extra server -c requirements/dev.txt pyproject.toml -o requirements/server.txt
+	@$(COMPILE) --extra server --extra nats --extra otel --extra spiffe -c requirements/dev.txt pyproject.toml -o requirements/image.txt
 
 wheel:  ## build the wheel into dist/
 	@scripts/setup server
 	@$(PY) -m uv build --quiet --wheel --no-build-isolation --out-dir dist
 	@ls dist/*.whl
+
+images: setup  ## make the container images into dist/images, as root on Debian (ARGS="--registry images.example")
+	@$(PY) scripts/make_images.py dist/images $(ARGS)
 
 clean:  ## remove what the targets made
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/results
