@@ -36,7 +36,8 @@ fleet: setup  ## end one of two and of three servers every 20 s for 3 minutes, w
 	@CARREL_FLEET_S=$${CARREL_FLEET_S:-180} $(PY) -m pytest -q tests/end_to_end/test_fleet_history.py $(ARGS)
 
 cluster-test: setup  ## test on a real Kubernetes, which it builds (once, ten minutes), starts and ends (ARGS="-k name")
-	@scripts/cluster run $(abspath $(PY)) -m pytest -q -p no:cacheprovider tests/cluster $(ARGS)
+	@$(PY) scripts/make_images.py --cached dist/test-images >/dev/null
+	@CARREL_IMAGES=$(abspath dist/test-images) scripts/cluster run $(abspath $(PY)) -m pytest -q -p no:cacheprovider tests/cluster $(ARGS)
 
 check: setup  ## format, lint, strict types, import layers, generated files
 	@$(PY) -m ruff format --check .

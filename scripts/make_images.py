@@ -8,6 +8,8 @@ for that long only. The same packages make the same bytes.
 from __future__ import annotations
 
 import argparse
+import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -23,6 +25,9 @@ from pathlib import Path
 from carrel import Client, __version__
 
 HERE = Path(__file__).resolve().parents[1]
+REQUIREMENTS, DOCKERFILE = HERE / "requirements/image.txt", HERE / "deploy/images/server/Dockerfile"
+PYTHON = "python3.11"
+"""That of Debian 12, which this has to run on too: it compiles the modules."""
 PACKAGES = (
     *("bash", "ca-certificates", "coreutils", "diffutils", "findutils", "grep", "gzip", "procps", "python3", "sed"),
     *("tar", "util-linux"),
@@ -91,35 +96,65 @@ def clean(root: Path) -> None:
         (root / name).chmod(mode)
 
 
+def add_requirements(root: Path) -> None:
+    """Install the locked requirements of carrel."""
+    packages = _packages(root)
+    uv = _uv(packages)
+    _do(*uv, "--only-binary", ":all:", "--require-hashes", "-r", str(REQUIREMENTS), env=_with_index())
+    _keep_programs(packages / "bin", root / "usr/local/bin")
+    shutil.rmtree(packages / "bin")
+    (packages / ".lock").unlink(missing_ok=True)
+    _compile(root, packages, root / "usr/lib" / packages.parent.name)
+
+
 def add_carrel(root: Path) -> None:
-    """Install carrel, the locked requirements of its image, and its program."""
-    (python,) = (path for path in (root / "usr/bin").glob("python3.*") if path.name[8:].isdigit())
-    packages = root / "usr/local/lib" / python.name / "dist-packages"
-    packages.mkdir(parents=True)
-    target = ("--target", str(packages), "--python-version", python.name.removeprefix("python"), "--no-compile")
-    uv = (sys.executable, "-m", "uv", "--quiet", "pip", "install", *target)
-    _do(*uv, "--only-binary", ":all:", "--require-hashes", "-r", str(HERE / "requirements/image.txt"))
+    """Install carrel and its program."""
+    packages = _packages(root)
     with tempfile.TemporaryDirectory(prefix="carrel-wheel-") as place:
         build = ("--wheel", "--no-build-isolation", "--out-dir", place, str(HERE))
         _do(sys.executable, "-m", "uv", "--quiet", "build", *build, stdout=subprocess.DEVNULL)
         (wheel,) = Path(place).glob("*.whl")
-        _do(*uv, "--no-deps", "--offline", str(wheel))
-    for name in ("bin", ".lock", "__pycache__"):
-        path = packages / name
-        if path.is_dir():
-            _keep_programs(path, root / "usr/local/bin")
-        path.unlink(missing_ok=True) if not path.is_dir() else shutil.rmtree(path)
-    for path in packages.glob("*.dist-info/direct_url.json"):
-        path.unlink()
-    program = root / "usr/local/bin/carrel"
-    program.write_text(PROGRAM)
-    program.chmod(0o755)
-    # The root is read-only when it is used. Files are found by their content, so their times may be anything.
-    words = (sys.executable, "-m", "compileall", "-q", "-j", "0", "--invalidation-mode", "unchecked-hash")
-    for folder in (packages, root / "usr/lib" / python.name):
-        inside = str(folder.relative_to(root))
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": ""}
-        _do(*words, "-s", str(root), "-p", "/", str(root / inside), env=environment, check=False)
+        _do(*_uv(packages), "--no-deps", "--offline", str(wheel))
+    shutil.rmtree(packages / "bin")
+    (packages / ".lock").unlink(missing_ok=True)
+    for path in packages.glob("*.dist-info/*"):  # they name the folder of the wheel
+        if path.name in {"direct_url.json", "RECORD"}:
+            path.unlink()
+    add_text(root, "usr/local/bin/carrel", PROGRAM)
+    (root / "usr/local/bin/carrel").chmod(0o755)
+    _compile(root, packages)
+
+
+def _packages(root: Path) -> Path:
+    """Return the folder of Python packages, which may have to be made."""
+    found = root / "usr/local/lib" / PYTHON / "dist-packages"
+    found.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def _uv(packages: Path) -> tuple[str, ...]:
+    version = PYTHON.removeprefix("python")
+    target = ("--target", str(packages), "--python-version", version, "--no-compile")
+    return (sys.executable, "-m", "uv", "--quiet", "pip", "install", *target)
+
+
+def _with_index() -> dict[str, str]:
+    """Return the environment of uv, which gets the index that pip is configured with: it does not read that itself."""
+    variables = {"UV_SYSTEM_CERTS": "1", **os.environ}
+    for name, setting in {"UV_DEFAULT_INDEX": "index-url", "UV_INDEX": "extra-index-url"}.items():
+        words = (sys.executable, "-m", "pip", "config", "get", f"global.{setting}")
+        found = subprocess.run(words, capture_output=True, text=True, check=False).stdout.split()
+        if found and name not in variables:
+            variables[name] = " ".join(found)
+    return variables
+
+
+def _compile(root: Path, *folders: Path) -> None:
+    """Compile modules, because the root is read-only when it is used. Their times may be anything."""
+    words = (f"/usr/bin/{PYTHON}", "-m", "compileall", "-q", "--invalidation-mode", "unchecked-hash")
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": ""}
+    for folder in folders:
+        _do(*words, "-s", str(root), "-p", "/", str(folder), env=environment, check=False)
 
 
 def _keep_programs(source: Path, target: Path) -> None:
@@ -177,22 +212,51 @@ def building() -> Iterator[Client]:
             process.wait()
 
 
-def make_server(target: Path, client: Client, name: str) -> None:
+def make_base(target: Path) -> None:
+    """Write the layer of the server's image that has Debian's packages and the requirements."""
+    with tempfile.TemporaryDirectory(prefix="carrel-base-") as place:
+        root = Path(place)
+        found = debian(root, PACKAGES)
+        clean(root)
+        add_requirements(root)
+        (root / "var/lib/carrel").mkdir(parents=True)
+        add_text(root, "usr/share/carrel/packages.txt", "\n".join(found) + "\n")
+        write_tar(root, target, ["var/lib/carrel"])
+
+
+def make_server(target: Path, client: Client, name: str, *, cached: bool) -> None:
     """Make the image of the server."""
     with tempfile.TemporaryDirectory(prefix="carrel-context-") as place:
         root, context = Path(place, "root"), Path(place, "context")
         root.mkdir()
         context.mkdir()
-        found = debian(root, PACKAGES)
-        clean(root)
+        if cached:
+            shutil.copy(_cached_base(), context / "base.tar")
+        else:
+            make_base(context / "base.tar")
         add_carrel(root)
-        (root / "var/lib/carrel").mkdir(parents=True)
-        add_text(root, "usr/share/carrel/packages.txt", "\n".join(found) + "\n")
-        write_tar(root, context / "root.tar", ["var/lib/carrel"])
-        shutil.rmtree(root)
-        shutil.copy(HERE / "deploy/images/server/Dockerfile", context)
+        write_tar(root, context / "carrel.tar")
+        shutil.copy(DOCKERFILE, context)
         client.images.build(context, name=name)
         client.images.export(name, target)
+
+
+def _cached_base() -> Path:
+    """Return the base in the cache of the user, for tests. It is made anew when what it is made from changes."""
+    whole = hashlib.sha256(REQUIREMENTS.read_bytes() + Path(__file__).read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "carrel/images"
+    found = folder / f"{whole.hexdigest()[:16]}.tar"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not found.exists():
+            for old in folder.glob("*.tar"):
+                old.unlink()
+            draft = found.with_suffix(".draft")
+            make_base(draft)
+            draft.rename(found)
+    return found
 
 
 def make_bundle(target: Path, name: str) -> None:
@@ -214,13 +278,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--registry", default="localhost", help="what their names begin with")
     parser.add_argument("--tag", default=__version__)
+    parser.add_argument("--cached", action="store_true", help="take Debian's packages from an earlier run, for tests")
     chosen = parser.parse_args()
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
         raise SystemExit("images: only root on Debian can make them: packages are unpacked with their owners")
     chosen.folder.mkdir(parents=True, exist_ok=True)
     names = {each: f"{chosen.registry}/{each}:{chosen.tag}" for each in ("carrel-server", "carrel-bundle")}
     with building() as client:
-        make_server(chosen.folder / "carrel-server.tar", client, names["carrel-server"])
+        make_server(chosen.folder / "carrel-server.tar", client, names["carrel-server"], cached=chosen.cached)
     make_bundle(chosen.folder / "carrel-bundle.tar", names["carrel-bundle"])
     for each, name in names.items():
         path = chosen.folder / f"{each}.tar"
