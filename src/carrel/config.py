@@ -97,6 +97,11 @@ class SandboxSettings(_Group):
         description="longest time from the start of a sandbox until it ends, whatever runs in it; its files are saved "
         "as after any stop. By default a sandbox may run for ever",
     )
+    survive_stop: bool = Field(
+        default=False,
+        description="leave sandboxes running when the server is stopped, where the provider can: the next start finds "
+        "them again, as after a kill. For servers that are soon started again, such as in a rolling update",
+    )
     workspace_ttl_days: Annotated[float, Field(ge=0, le=MAX_DAYS)] | None = Field(
         default=None,
         description="days without use until the workspace of a stopped or terminated sandbox is deleted, with the "
