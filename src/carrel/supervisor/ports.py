@@ -25,7 +25,8 @@ _CHUNK = 256 * 1024
 _MOST_READ = 4 * 1024 * 1024
 """Bytes of the kernel's tables that are read: a sandbox can open many sockets."""
 _LISTENS = "0A"
-_POLL_S, _LONGEST_POLL_S = 0.01, 0.1
+_POLL_S, _LONGEST_POLL_S = 0.05, 0.5
+"""Reading the table takes the kernel milliseconds, however many sockets there are here."""
 _LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
 
 
