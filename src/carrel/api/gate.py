@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from carrel.api.forwarding import PASS, Forwarding
 from carrel.api.parts import CALLER
-from carrel.api.port_visits import VISIT, PortVisit, PortVisits, as_page, wants_page
+from carrel.api.port_visits import VISIT, PortVisit, PortVisits, send_page, wants_page
 from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode, headers_of
 from carrel.connections import mark_authenticated, of_scope, replay
 from carrel.control.governance.open_requests import OpenRequest, OpenRequests
@@ -436,15 +436,13 @@ async def _end(scope: Scope, send: Send, error: CarrelError, *, started: bool) -
 
 
 async def _refuse(scope: Scope, send: Send, error: CarrelError) -> None:
-    body, media_type = encode(error.problem()), MEDIA_TYPE
-    visited = VISIT in scope
-    if visited and wants_page(scope):
-        body, media_type = as_page(error), "text/html; charset=utf-8"
-    headers = [(b"content-type", media_type.encode()), (b"content-length", b"%d" % len(body))]
-    if visited:
-        headers += [(b"cache-control", b"no-store"), (b"referrer-policy", b"no-referrer")]
+    if VISIT in scope and wants_page(scope):
+        await send_page(error, send)
+        return
+    body = encode(error.problem())
+    headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", b"%d" % len(body))]
     headers += [(name.encode(), value.encode()) for name, value in headers_of(error).items()]
-    if error.status == 401 and not visited:
+    if error.status == 401 and VISIT not in scope:  # a browser would ask for a password
         headers.append((b"www-authenticate", b"Bearer"))
     if error.status == 413:
         headers.append((b"connection", b"close"))

@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from html import escape
 from urllib.parse import parse_qsl, quote, unquote
 
-from starlette.types import Scope
+from starlette.types import Scope, Send
 
 from carrel.control.ports import access, headers
 from carrel.errors import CarrelError, InvalidRequest, NotFound
@@ -208,13 +209,24 @@ def wants_page(scope: Scope) -> bool:
     return scope["type"] == "http" and scope["method"] in {"GET", "HEAD"} and b"text/html" in accepts
 
 
-def as_page(error: CarrelError) -> bytes:
-    """Return an error as a page for a person."""
-    import html
-
-    lines = [f"<h1>{error.status} {html.escape(error.title)}</h1>", f"<p>{html.escape(error.detail)}</p>"]
+def _page(error: CarrelError) -> bytes:
+    lines = [f"<h1>{error.status} {escape(error.title)}</h1>", f"<p>{escape(error.detail)}</p>"]
     if error.hint:
-        lines.append(f"<p>{html.escape(error.hint)}</p>")
+        lines.append(f"<p>{escape(error.hint)}</p>")
     style = "font:16px/1.5 system-ui,sans-serif;max-width:40rem;margin:4rem auto;padding:0 1rem"
-    title = html.escape(error.title)
+    title = escape(error.title)
     return f'<!doctype html><meta charset="utf-8"><title>{title}</title><body style="{style}">{"".join(lines)}'.encode()
+
+
+async def send_page(error: CarrelError, send: Send) -> None:
+    """Answer with an error as a page for a person."""
+    body = _page(error)
+    told = [
+        (b"content-type", b"text/html; charset=utf-8"),
+        (b"content-length", b"%d" % len(body)),
+        (b"cache-control", b"no-store"),
+        (b"referrer-policy", b"no-referrer"),
+        (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'"),
+    ]
+    await send({"type": "http.response.start", "status": error.status, "headers": told})
+    await send({"type": "http.response.body", "body": body})

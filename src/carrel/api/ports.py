@@ -24,7 +24,7 @@ from carrel.api.forwarding import ANSWERED_BY
 from carrel.api.guard import GuardedRouter, permit
 from carrel.api.parameters import Path
 from carrel.api.parts import CALLER, Plane, SandboxId, Who, as_json, body_of, caller_of, plane_of, query_of
-from carrel.api.port_visits import VISIT, PortVisit, wants_page
+from carrel.api.port_visits import VISIT, PortVisit, send_page, wants_page
 from carrel.api.terminals import close_with
 from carrel.control.operations.call import Traffic
 from carrel.control.operations.caller import Caller
@@ -33,7 +33,7 @@ from carrel.control.ports import headers
 from carrel.control.ports.exchange import PortExchange
 from carrel.control.ports.sockets import PortSocket, SocketRefused
 from carrel.control.supervisor.connection import SupervisorStream
-from carrel.errors import CarrelError, Denied, InvalidRequest, NotFound, Unauthorized
+from carrel.errors import CarrelError, Denied, InvalidRequest, NotFound, RunsElsewhere, Unauthorized
 from carrel.models import PortList, PortUrl, ShareRequest
 from carrel.models.operations import CLOSE_PORT, FORWARD_PORT, LIST_PORTS, REACH_PORT, SHARE_PORT, VISIT_PORT, Operation
 from carrel.models.ports import MAX_PORT_WAIT_S
@@ -108,11 +108,25 @@ class PortRoute(Route):
         caller: Caller = scope[CALLER]
         await permit(caller, self.row, scope)
         visit: PortVisit = scope[VISIT]
-        async with _until(visit.expires_at):
-            if scope["type"] == "websocket":
-                await _pass_socket(scope, receive, send, caller, visit)
-            else:
-                await _pass_request(scope, receive, send, caller, visit)
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            async with _until(visit.expires_at):
+                if scope["type"] == "websocket":
+                    await _pass_socket(scope, receive, send, caller, visit)
+                else:
+                    await _pass_request(scope, receive, watched, caller, visit)
+        except RunsElsewhere:
+            raise  # for another server
+        except CarrelError as error:
+            if started or not wants_page(scope):
+                raise
+            await send_page(error, send)
 
 
 async def _never(_request: Request) -> Response:
