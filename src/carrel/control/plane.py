@@ -206,6 +206,7 @@ class ControlPlane:
         )
         self.identities = host.identities
         self.peers = Peers(nodes, None if host.identities is None else host.identities.node)
+        self.e2b_key = vault.derived("e2b access")
         self.passes = Passes(vault.derived("forwarding"), node, nodes.me.boot, nodes.now)
 
         # admission
