@@ -43,7 +43,15 @@ GROUPS = "root:x:0:\ncarrel:x:1000:\nnogroup:x:65534:\n"
 _MERGED = ("bin", "lib", "lib64", "sbin")
 _UNWANTED = (
     *("usr/share/man", "usr/share/info", "usr/share/locale", "usr/share/lintian", "usr/share/bash-completion"),
-    *("usr/share/debconf", "usr/lib/systemd", "lib/systemd", "etc/init.d", "usr/share/i18n", "usr/lib/udev", "var/cache"),
+    *(
+        "usr/share/debconf",
+        "usr/lib/systemd",
+        "lib/systemd",
+        "etc/init.d",
+        "usr/share/i18n",
+        "usr/lib/udev",
+        "var/cache",
+    ),
 )
 _LEFT_OUT = ("-updates", "-backports")
 _START_S = 60.0
@@ -202,7 +210,6 @@ def building() -> Iterator[Client]:
                 if process.poll() is not None or time.monotonic() > until:
                     raise SystemExit(f"images: no server to build with:\n{Path(place, 'log').read_text()}")
                 time.sleep(0.05)
-
 
             url = json.loads((data / "server.json").read_text())["url"]
             with Client(url, (data / "token").read_text().strip()) as client:

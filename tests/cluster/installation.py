@@ -58,7 +58,9 @@ weed -logtostderr=true server -dir=/data/s3 -ip=127.0.0.1 -ip.bind=0.0.0.0 -mast
 """
 _SCRIPTS = {"postgres": _POSTGRES, "nats": _NATS, "s3": _S3}
 # The first process of a container is a shell, which signals do not stop.
-_EACH = "for each in /proc/[0-9]*; do p=${{each#/proc/}}; [ $p = 1 ] || [ $p = $$ ] || kill -{} $p 2>/dev/null; done; true"
+_EACH = (
+    "for each in /proc/[0-9]*; do p=${{each#/proc/}}; [ $p = 1 ] || [ $p = $$ ] || kill -{} $p 2>/dev/null; done; true"
+)
 
 
 def helm() -> str:
