@@ -24,7 +24,12 @@ from tests.support.postgres import Postgres
 from carrel.errors import CarrelError
 from carrel.models import JobInfo, JobState
 
-KILLS = int(os.environ.get("CARREL_JOB_KILLS", os.environ.get("CARREL_KILLS", "3")))
+WANTED = os.environ.get("CARREL_JOB_KILLS", os.environ.get("CARREL_KILLS"))
+KILLS = int(WANTED or 3)
+DATABASES = ["sqlite", "postgresql"]
+VICTIMS = ["server", "sandboxes"]
+CASES = [(database, victims) for database in DATABASES for victims in VICTIMS]
+"""Few kills take one database for each kind of victim."""
 CONTEXTS = ("one", "two", "three")
 LINES = 40
 Json = dict[str, Any]
@@ -124,7 +129,7 @@ async def counted(server: Server, name: str) -> Counter[str]:
     return words
 
 
-@pytest.mark.parametrize("victims", ["server", "sandboxes"])
+@pytest.mark.parametrize(("database", "victims"), CASES if WANTED else CASES[::3], indirect=["database"])
 async def test_every_accepted_job_reaches_a_visible_end(database: str | None, victims: str) -> None:
     dice = Random(11)
     server = Server(database, "directory")
