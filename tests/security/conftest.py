@@ -474,6 +474,13 @@ def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Itera
         attacker.close()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """An emulated machine needs many times as long, and there is no figure in these tests."""
+    if config.getoption("--on-microvm"):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(1800))
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The settings of attacks: those of a few modules are also made in a folder of the host."""
     more = [
