@@ -33,7 +33,7 @@ from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable,
 
 from carrel.client import Sandbox
 from carrel.errors import Conflict, NotFound
-from carrel.models import CommandResult, State
+from carrel.models import CommandResult
 from carrel.primitives.trees import remove_tree
 
 FOLDERS = {"sandbox.folder_roots": os.path.realpath(tempfile.gettempdir())}
@@ -241,12 +241,14 @@ def microvm_networks(microvm_server: Server) -> None:
     _KEPT[microvm_server.pid]["allowlist"] = microvm_server.client.sandbox(provider="microvm", network="allowlist")
 
 
+@pytest.fixture(scope="session")
+def microvm_neighbour(microvm_server: Server) -> Sandbox:
+    """One more machine, which nobody ends or limits."""
+    return microvm_server.client.sandbox(provider="microvm", network="none")
+
+
 _KEPT: dict[int, dict[str | None, Sandbox]] = {}
 """The sandbox that attackers share where to start one takes longer than an attack, by its server."""
-_NEIGHBOURS: dict[tuple[int, str], list[Sandbox]] = {}
-"""Further virtual machines that attackers share, by their server and their options: nobody ends or limits them."""
-_MOST_NEIGHBOURS = 2
-
 Spawn = Callable[[str, Path], subprocess.Popen[str]]
 
 
@@ -290,10 +292,20 @@ def _spawning(*, user: bool) -> Iterator[Spawn]:
 class Attacker:
     """Somebody who controls what runs in one sandbox, and what the test knows of the host."""
 
-    def __init__(self, setting: str, server: Server, host: Host, *, sharing: bool, own: bool):
+    def __init__(
+        self,
+        setting: str,
+        server: Server,
+        host: Host,
+        *,
+        sharing: bool,
+        own: bool,
+        neighbour: Callable[[], Sandbox] | None,
+    ):
         self.setting = setting
         self._sharing = sharing
         self._own = own
+        self._neighbour = neighbour
         self.sealed = setting != "process"
         self.in_folder = setting.endswith("in a folder")
         self.on_image = setting.endswith("on an image")
@@ -332,20 +344,12 @@ class Attacker:
         return kept
 
     def another(self, context_id: str | None = None, **options: Any) -> Sandbox:
-        """One more sandbox of the same kind on the same server, which no test before has ended. Of virtual machines
-        without an own context, two are kept for all attackers.
+        """One more sandbox of the same kind on the same server, which lives on: attackers in virtual machines share it,
+        if it needs nothing of its own.
         """
-        if self.setting != "microvm" or context_id is not None:
+        if self._neighbour is None or self.network not in (None, "none") or context_id is not None or options:
             return self.new(context_id, **options)
-        there = _NEIGHBOURS.setdefault((self.server.pid, f"{self.network}{sorted(options.items())}"), [])
-        there[:] = [box for box in there if box.info().state is State.RUNNING]
-        found = next((box for box in there if box not in self._shared), None)
-        if found is None:
-            found = self.new(**options)
-            if len(there) == _MOST_NEIGHBOURS:
-                return found
-            self._opened.remove(found)
-            there.append(found)
+        found, self._neighbour = self._neighbour(), None
         self._shared.append(found)
         return found
 
@@ -466,13 +470,22 @@ def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Itera
     on_image = setting.endswith("on an image")
     own = request.config.getoption("--on-image") or request.module.__name__.endswith(NOT_SHARED)
     own = own or request.function.__name__ == "test_bound_sockets"  # other attacks leave ended connections
-    attacker = Attacker(setting, server, host, sharing=(on_image or setting == "root in Docker") and not own, own=own)
+    sharing = (on_image or setting == "root in Docker") and not own
+    neighbour = (lambda: request.getfixturevalue("microvm_neighbour")) if setting == "microvm" else None
+    attacker = Attacker(setting, server, host, sharing=sharing, own=own, neighbour=neighbour)
     if on_image:
         stock(server, request)
     try:
         yield attacker
     finally:
         attacker.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """An emulated machine needs many times as long, and there is no figure in these tests."""
+    if config.getoption("--on-microvm"):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(1800))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
