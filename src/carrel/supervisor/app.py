@@ -29,6 +29,7 @@ from carrel.supervisor.load import SandboxLoad, measure
 from carrel.supervisor.loop import InheritedLoop
 from carrel.supervisor.mcp_servers import McpServerRoutes
 from carrel.supervisor.no_network import refuse_all
+from carrel.supervisor.ports import InnerPorts
 from carrel.supervisor.produced import ProducedFiles
 from carrel.supervisor.python.calls import SYSTEM_PYTHON, Python, put_files
 from carrel.supervisor.python.cells import CodeContexts
@@ -93,6 +94,7 @@ class Supervisor:
         self.contexts = CodeContexts(self.commands, self.python, self._release)
         self._secrets = SandboxSecrets()
         self._mcp_servers = McpServerRoutes(self.commands, self._order, self._release, self._secrets.variable)
+        self._ports = InnerPorts()
         self._reset = Reset(self.commands, self.contexts, self.python, self._load)
         self._started = time.monotonic()
         self._directory = -1
@@ -115,7 +117,17 @@ class Supervisor:
             ("DELETE", "/commands/{}", self._forget),
         ):
             self.router.add(method, pattern, handler)
-        for part in (self.files, self._secrets, runs, self.python, self.contexts, self._mcp_servers, self._reset):
+        parts = (
+            self.files,
+            self._secrets,
+            runs,
+            self.python,
+            self.contexts,
+            self._mcp_servers,
+            self._ports,
+            self._reset,
+        )
+        for part in parts:
             part.routes(self.router)
 
     def configure(self, loop: asyncio.AbstractEventLoop, facts: SandboxFacts) -> None:
@@ -125,6 +137,7 @@ class Supervisor:
         self.files.configure(facts.workspace, facts.own_path)
         self._secrets.configure(facts.secrets_fd)
         self._mcp_servers.configure(budget // 2)
+        self._ports.configure(frozenset(() if facts.proxy_port is None else (facts.proxy_port,)))
         builds = facts.image is not None and facts.image.writable
         places = (*PLACES, facts.home, facts.workspace) if facts.isolated else ()
         # a kept home is on disk, and the /tmp of a build
@@ -511,6 +524,8 @@ _REHEARSAL: _Exchange = (
     ("DELETE /mcp/warm", {}),
     ("POST /runs/warm/void", {}),
     ("GET /commands", {}),
+    ("GET /ports", {}),
+    ("POST /ports/0/stream", {}),
     ("GET /health", {}),
     ("NONSENSE", {}),
 )

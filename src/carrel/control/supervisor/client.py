@@ -13,7 +13,12 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from carrel.control.operations.checks import GRACE, Emptied, check, checked_result, json_object, query_of, result_size
-from carrel.control.supervisor.connection import Json, SupervisorConnection, SupervisorDownload
+from carrel.control.supervisor.connection import (
+    Json,
+    SupervisorConnection,
+    SupervisorDownload,
+    SupervisorStream,
+)
 from carrel.control.supervisor.frames import FrameReader
 from carrel.errors import NotFound, SandboxLost
 from carrel.models import (
@@ -29,6 +34,7 @@ from carrel.models import (
     FileInfo,
     McpLog,
     McpState,
+    PortList,
     PythonResult,
     SupervisorHealth,
 )
@@ -247,6 +253,18 @@ class SupervisorClient(SupervisorConnection):
         """Return a part of the standard error of an MCP server."""
         path = f"/mcp/{name}/log{query_of(offset=offset, limit=limit)}"
         return check(McpLog, await self._json("GET", path, limit=4 * SMALL))
+
+    # ports
+
+    async def list_ports(self, port: int | None, wait_s: float) -> PortList:
+        """Return the open ports; with `port`, once that one is open or the time is over."""
+        query = query_of(port=port, wait_ms=round(wait_s * 1000))
+        found = await self.request_json("GET", f"/ports{query}", deadline=SHORT_S + wait_s, max_bytes=SMALL)
+        return check(PortList, found)
+
+    async def open_port(self, port: int) -> SupervisorStream:
+        """Connect to the server on a port of the sandbox; `PortNotOpen`."""
+        return await self.stream(f"/ports/{port}/stream", port, deadline=SHORT_S)
 
     # upkeep
 
