@@ -1,8 +1,8 @@
 """Makes the container images of carrel, as OCI layouts in tar files: `make_images.py FOLDER`.
 
 `carrel-server` is Debian's Python and carrel with its locked requirements; `carrel-bundle` is the supervisor for pods.
-Debian packages are downloaded and unpacked, never installed. carrel's own builder makes the image, in a server that runs
-for that long only. The same packages make the same bytes.
+Debian packages are downloaded and unpacked, never installed. carrel's own builder makes the image, in a server that
+runs for that long only. The same packages make the same bytes.
 """
 
 from __future__ import annotations
