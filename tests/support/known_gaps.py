@@ -14,7 +14,6 @@ _ON_KUBERNETES = {
     Capability.IMAGE_BUILDS: "images are built with the provider `namespace`",
     Capability.LIMIT_PROCESSES: "Kubernetes has no such limit for a pod; the kubelet has one for all (`podPidsLimit`)",
     Capability.MASKS: "a pod that keeps to `restricted` cannot mount anything over its programs",
-    Capability.NETWORK_ALLOWLIST: "the egress proxy of the server is not reached from a pod yet",
     Capability.NETWORK_BRIDGE: "network policies let nothing out of a pod",
     Capability.NETWORK_HOST: "network policies let nothing out of a pod",
 }
@@ -110,7 +109,8 @@ ATTACKED: dict[str, tuple[str, ...]] = {
     "kubernetes-gvisor": (),
 }
 """Modules of `tests/security` whose attacks are made in a provider in every run of the tests. In `namespace` all are;
-in gVisor all are with `--on-gvisor`, in virtual machines with `--on-microvm`, in Docker with `--on-docker`.
+in gVisor all are with `--on-gvisor`, in virtual machines with `--on-microvm`, in Docker with `--on-docker`, in pods with
+`--on-kubernetes` and `--on-kubernetes-gvisor`.
 """
 
 ON_IMAGE = {
@@ -132,6 +132,8 @@ _NO_PROCESS = "it is judged by processes on the host, and agents have none there
 _NO_FOLDERS = "a gVisor sandbox cannot work on a folder of the host"
 NOT_JUDGED: dict[str, dict[str, str]] = {
     "namespace": {},
+    "kubernetes": {},
+    "kubernetes-gvisor": {},
     "docker": {
         "test_mounts_show_no_data_directory": "the list of mounts shows the path of the sandbox's own control directory",
         "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
