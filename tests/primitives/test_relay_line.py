@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.primitives.relay_line import Kind, Reader, message
+from carrel.primitives.relay_line import Kind, LineReader, message
 
 MESSAGES = st.one_of(
     st.integers(0, 2**32 - 1).map(lambda number: (Kind.BEGIN, number)),
@@ -33,7 +33,7 @@ def joined(found: list[tuple[Kind, int | bytes]]) -> list[tuple[Kind, int | byte
 @given(st.lists(MESSAGES, max_size=12), st.integers(1, 13))
 def test_messages_are_found_in_any_pieces(messages, size):
     text = b"".join(written(*each) for each in messages)
-    reader, found = Reader(), []
+    reader, found = LineReader(), []
     for at in range(0, len(text), size):
         found += reader.read(text[at : at + size])
     assert joined(found) == joined(messages)
@@ -41,4 +41,4 @@ def test_messages_are_found_in_any_pieces(messages, size):
 
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="0"):
-        Reader().read(bytes(5))
+        LineReader().read(bytes(5))

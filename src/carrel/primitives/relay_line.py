@@ -35,7 +35,7 @@ def message(kind: Kind, number: int = 0) -> bytes:
     return bytes((kind,)) + number.to_bytes(_HEAD - 1, "big")
 
 
-class Reader:
+class LineReader:
     """Takes messages apart, in whatever pieces they come. The bytes of `DATA` are passed on as they come."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class RelayLine(asyncio.Protocol):
         """`begins`: streams begin on this side."""
         self._owner = owner
         self._begins = begins
-        self._reader = Reader()
+        self._reader = LineReader()
         self._transport: asyncio.Transport | None = None
         self._local: _Local | None = None
         self._over: asyncio.Future[None] | None = None
