@@ -30,7 +30,7 @@ _POLL_S, _LONGEST_POLL_S = 0.05, 0.5
 _LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
 
 
-class Ports:
+class InnerPorts:
     """The ports of one sandbox."""
 
     def __init__(self) -> None:
