@@ -77,6 +77,8 @@ class VolumeGrowth:
         claim = await self._api.get(self._path)
         if claim is None:
             raise PlatformError(f"there is no claim at {self._path}")
+        if (claim.get("status") or {}).get("phase") != "Bound":
+            return None  # it has no volume yet
         requested, capacity = _sizes(claim)
         wanted = grown(requested, capacity, used, self._most)
         if wanted is not None:
