@@ -137,9 +137,7 @@ class Node:
     def _start(self, name: str, *command: object) -> None:
         with (self._folder / f"{name}.log").open("wb") as log:
             words = [str(word) for word in command]
-            process = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         self._components[name] = process
         (self._folder / f"{name}.pid").write_text(str(process.pid))
 

@@ -58,7 +58,9 @@ weed -logtostderr=true server -dir=/data/s3 -ip=127.0.0.1 -ip.bind=0.0.0.0 -mast
 """
 _SCRIPTS = {"postgres": _POSTGRES, "nats": _NATS, "s3": _S3}
 # The first process of a container is a shell, which signals do not stop.
-_EACH = "for each in /proc/[0-9]*; do p=${{each#/proc/}}; [ $p = 1 ] || [ $p = $$ ] || kill -{} $p 2>/dev/null; done; true"
+_EACH = (
+    "for each in /proc/[0-9]*; do p=${{each#/proc/}}; [ $p = 1 ] || [ $p = $$ ] || kill -{} $p 2>/dev/null; done; true"
+)
 
 
 def helm() -> str:
@@ -102,7 +104,7 @@ class Installation:
         self.volume = self.place / "volume"
         self.volume.mkdir()
         os.chown(self.volume, 1000, 1000)
-        self.url = ""
+        self.url, self.took_s = "", 0.0
         for name, labels in ((SERVICES, {}), (self.name, {"pod-security.kubernetes.io/enforce": "restricted"})):
             self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
         self._start_services()
@@ -189,14 +191,13 @@ class Installation:
         assert done.returncode == 0, f"{done.stderr}\n{self.said()}"
         return done.stdout
 
-    def install(self, **more: str) -> float:
-        """Install the chart, and wait until its servers are ready. Returns how long that took."""
+    def install(self) -> None:
+        """Install the chart, and wait until its servers are ready."""
         (self.place / "values.json").write_text(json.dumps(self.values))
         began = time.monotonic()
         self.run_helm("install", NAME, str(CHART), "-f", str(self.place / "values.json"), "--wait", "--timeout", "170s")
-        took = time.monotonic() - began
+        self.took_s = time.monotonic() - began
         self.url = f"http://{self._address(NAME, self.name)}"
-        return took
 
     def upgrade(self, *words: str) -> None:
         """Change values of the release, and wait until all servers have them."""

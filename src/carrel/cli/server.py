@@ -71,7 +71,9 @@ def serve(
 
 def doctor(
     server: Annotated[bool, typer.Option("--server", help="Check the host of the running server instead.")] = False,
-    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Check the cluster of the settings instead.")] = False,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Check the cluster of the settings instead.")
+    ] = False,
     config: Annotated[
         Path | None, typer.Option(help="A settings file, with --kubernetes.", show_default="carrel.toml")
     ] = None,

@@ -151,7 +151,9 @@ class Examination:
         if found:
             return Found("ok", ", ".join(found))
         words = "no controller that is known here; each pod tries to get out first, and does not start if it can"
-        return Found("degraded", words, "install a controller that enforces policies also for egress, if pods do not start")
+        return Found(
+            "degraded", words, "install a controller that enforces policies also for egress, if pods do not start"
+        )
 
     async def _volume(self) -> Found:
         place = f"/api/v1/namespaces/{self._options.namespace}/persistentvolumeclaims/{self._options.volume_claim}"
@@ -197,7 +199,9 @@ class Examination:
         able = [each["metadata"]["name"] for each in nodes if _has_users(each)]
         said = f"{len(able)} of {len(nodes)} nodes"
         if nodes and len(able) == len(nodes):
-            return Found("ok", said, "" if self._options.user_namespaces else "set CARREL_KUBERNETES_USER_NAMESPACES=true")
+            return Found(
+                "ok", said, "" if self._options.user_namespaces else "set CARREL_KUBERNETES_USER_NAMESPACES=true"
+            )
         remedy = "run containerd 2 or newer with Linux 6.3 or newer on the nodes"
         return Found("missing" if self._options.user_namespaces else "degraded", said, remedy)
 
@@ -213,6 +217,4 @@ def _versions(group: Resource | None) -> list[str]:
 def _has_users(node: dict[str, Any]) -> bool:
     """Whether the default runtime of a node can give pods users of their own, by its own word."""
     handlers = (node.get("status") or {}).get("runtimeHandlers") or ()
-    return any(
-        not each.get("name") and (each.get("features") or {}).get("userNamespaces") is True for each in handlers
-    )
+    return any(not each.get("name") and (each.get("features") or {}).get("userNamespaces") is True for each in handlers)
