@@ -177,7 +177,6 @@ class Installation:
             "sandboxes": {"image": SANDBOX_IMAGE, "gvisorClass": "gvisor"},
             "pools": {"size": 1, "max": 2},
             "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
-            "settings": {"LEASE_S": "10"},
         }
 
     def run_helm(self, *words: str) -> str:

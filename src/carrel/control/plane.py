@@ -45,6 +45,7 @@ from carrel.control.operations.admission import Admission
 from carrel.control.operations.command_ends import CommandEnds
 from carrel.control.operations.happened import events_of
 from carrel.control.operations.operations import Operations, OwnOperations
+from carrel.control.ports.ports import Ports
 from carrel.control.python.calls import PythonOperations
 from carrel.control.python.code_contexts import CodeContextOperations
 from carrel.control.python.environment_builds import Builder
@@ -113,6 +114,7 @@ from carrel.store.leases import LeaseStore
 from carrel.store.mcp_servers import McpServerStore
 from carrel.store.nodes import NodeStore
 from carrel.store.policies import PolicyStore
+from carrel.store.ports import PublicPortStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.store.tokens import TokenStore
 from carrel.tracing import Tracing
@@ -204,6 +206,7 @@ class ControlPlane:
         )
         self.identities = host.identities
         self.peers = Peers(nodes, None if host.identities is None else host.identities.node)
+        self.e2b_key = vault.derived("e2b access")
         self.passes = Passes(vault.derived("forwarding"), node, nodes.me.boot, nodes.now)
 
         # admission
@@ -356,6 +359,9 @@ class ControlPlane:
             sessions, operations, filespace_store, files, masks, default_cap=settings.sandbox.disk_mb * MB
         )
         self.bundles = Bundles(operations)
+        self.ports = Ports(
+            settings.ports, PublicPortStore(database), sessions, operations, self.tokens, vault.derived("ports")
+        )
         self.checkpoints = CheckpointOperations(sessions, operations, checkpoints)
 
         # Python, MCP servers, calls without a context
