@@ -18,29 +18,11 @@ from tests.support.remote_provider import identities
 from carrel.providers import bundle, bundle_image
 from carrel.providers.kubernetes.options import KubernetesOptions
 from carrel.providers.kubernetes.provider import KubernetesProvider
+from carrel.providers.kubernetes.rights import RIGHTS, rules
 
 IMAGE, BUNDLE_IMAGE = "localhost/carrel-sandbox:test", "localhost/carrel-bundle:test"
 _SCRIPT = str(Path(__file__).parents[2] / "scripts/cluster")
 _GI = "1Gi"
-RIGHTS = [
-    {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "create", "delete"]},
-    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create", "patch"]},
-    {"apiGroups": ["agents.x-k8s.io"], "resources": ["sandboxes"], "verbs": ["list", "create", "delete"]},
-    {
-        "apiGroups": ["extensions.agents.x-k8s.io"],
-        "resources": ["sandboxtemplates", "sandboxwarmpools"],
-        "verbs": ["list", "create", "patch", "delete"],
-    },
-    {
-        "apiGroups": ["extensions.agents.x-k8s.io"],
-        "resources": ["sandboxclaims"],
-        "verbs": ["get", "list", "watch", "create", "delete"],
-    },
-    {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": ["create", "patch"]},
-    {"apiGroups": [""], "resources": ["persistentvolumeclaims"], "verbs": ["get", "patch"]},
-]
-"""What a server may do in the namespace of its sandboxes. Every test has these rights and no others."""
-RIGHTS_IN_DEFAULT = [{"apiGroups": [""], "resources": ["services"], "resourceNames": ["kubernetes"], "verbs": ["get"]}]
 
 
 class Cluster:
@@ -57,6 +39,18 @@ class Cluster:
 
     def get(self, *arguments: str) -> Any:
         return json.loads(self.kubectl("get", *arguments, "-o", "json"))
+
+    def audited(self) -> list[Any]:
+        """The requests of service accounts to the API, in their order."""
+        lines = Path(os.environ["CARREL_CLUSTER"], "audit.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def freeze(self, component: str) -> None:
+        """Stop a component of the cluster in such a way that its connections stay open."""
+        subprocess.run([_SCRIPT, "freeze", component], check=True, timeout=30)
+
+    def thaw(self, component: str) -> None:
+        subprocess.run([_SCRIPT, "thaw", component], check=True, timeout=30)
 
     def add_image(self, file: Path) -> None:
         subprocess.run([_SCRIPT, "import", str(file)], check=True, capture_output=True, timeout=120)
@@ -104,11 +98,13 @@ class Ground:
         self.options = dataclasses.replace(self.options, kubeconfig=self.kubeconfig())
 
     def _add_account(self) -> None:
-        """Make a service account for the server. It has the rights that the how-to page lists, and no more."""
+        """Make a service account for the server. It has the rights of the table, and no more."""
         self._apply("ServiceAccount", "carrel", self.name)
-        for namespace, rules in ((self.name, RIGHTS), ("default", RIGHTS_IN_DEFAULT)):
+        for namespace, named in ((self.name, False), ("default", True)):
             name = f"carrel-{self.name}"
-            self._apply("Role", name, namespace, rules=rules)
+            self._apply(
+                "Role", name, namespace, rules=rules(tuple(each for each in RIGHTS if bool(each.name) is named))
+            )
             role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
             subject = {"kind": "ServiceAccount", "name": "carrel", "namespace": self.name}
             self._apply("RoleBinding", name, namespace, roleRef=role, subjects=[subject])

@@ -105,6 +105,8 @@ class Examination:
             needs.add("agent-sandbox")
             if self._options.warm_pool:
                 needs.add("warm pools")
+        if self._options.volume_max_gb:
+            needs.add("growing volume")
         asked = [
             {
                 "namespace": "default" if right.name else self._options.namespace,
