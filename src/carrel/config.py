@@ -97,6 +97,11 @@ class SandboxSettings(_Group):
         description="longest time from the start of a sandbox until it ends, whatever runs in it; its files are saved "
         "as after any stop. By default a sandbox may run for ever",
     )
+    survive_stop: bool = Field(
+        default=False,
+        description="leave sandboxes running when the server is stopped, where the provider can: the next start finds "
+        "them again, as after a kill. For servers that are soon started again, such as in a rolling update",
+    )
     workspace_ttl_days: Annotated[float, Field(ge=0, le=MAX_DAYS)] | None = Field(
         default=None,
         description="days without use until the workspace of a stopped or terminated sandbox is deleted, with the "
@@ -376,6 +381,18 @@ class PortSettings(_Group):
     def domain_name(self) -> str | None:
         """The domain without a port."""
         return None if self.domain is None else self.authority.partition(":")[0]
+
+
+class E2bSettings(_Group):
+    """Clients of E2B."""
+
+    domain: str | None = Field(
+        default=None,
+        max_length=200,
+        pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?$",
+        description="the domain that clients name in `E2B_DOMAIN`: `api.DOMAIN` and `49983-ID.DOMAIN` lead to this "
+        "server, through what ends TLS for `*.DOMAIN`; without it clients need `E2B_API_URL` and `E2B_SANDBOX_URL`",
+    )
 
 
 class EnvironmentSettings(_Group):
@@ -761,6 +778,7 @@ class Settings(_Group):
     tracing: TracingSettings = Field(default_factory=TracingSettings)
     egress: EgressSettings = Field(default_factory=EgressSettings)
     ports: PortSettings = Field(default_factory=PortSettings)
+    e2b: E2bSettings = Field(default_factory=E2bSettings)
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
     images: ImageSettings = Field(default_factory=ImageSettings)
     docker: DockerSettings = Field(default_factory=DockerSettings)

@@ -26,13 +26,14 @@ from tests.support import images, microvm
 from tests.support.attacks import answer, words
 from tests.support.dockerd import DockerDaemon
 from tests.support.gvisor import find_runsc
-from tests.support.known_gaps import ATTACKED, NOT_JUDGED, ON_IMAGE
+from tests.support.known_gaps import ATTACKED, NEEDED, NEVER, NOT_JUDGED, ON_IMAGE
 from tests.support.masks_ground import Hold, holding
 from tests.support.nesting import give
 from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
 
 from carrel.client import Sandbox
-from carrel.models import CommandResult
+from carrel.errors import Conflict, NotFound
+from carrel.models import CommandResult, State
 from carrel.primitives.trees import remove_tree
 
 FOLDERS = {"sandbox.folder_roots": os.path.realpath(tempfile.gettempdir())}
@@ -218,7 +219,7 @@ def gvisor_server(bundles: Path) -> Iterator[Server]:
 def microvm_server(bundles: Path) -> Iterator[Server]:
     if not ROOT or not microvm.find_kernel():
         pytest.skip("virtual machines: the tests do not run as root, or scripts/fetch-kernel was not run")
-    own = {"microvm.enabled": "true"} | {
+    own = {"microvm.enabled": "true", "lease_s": "900"} | {  # emulation leaves little time to the server
         f"microvm.{name}": value for name, value in asdict(microvm.options()).items() if value != ""
     }
 
@@ -227,22 +228,23 @@ def microvm_server(bundles: Path) -> Iterator[Server]:
 
     with (
         serving(user=False, options={**FOLDERS, **own}, prepare=share_bundle) as server,
-        server.client.sandbox(provider="microvm") as box,
+        server.client.sandbox(provider="microvm", network="none") as box,
     ):
-        _KEPT[server.pid] = {None: box}
+        _KEPT[server.pid] = {None: box, "none": box}
         yield server
 
 
 @pytest.fixture(scope="session")
 def microvm_networks(microvm_server: Server) -> None:
-    """One more machine for each network, which attacks on that network share."""
-    for network in ("none", "allowlist"):
-        box = microvm_server.client.sandbox(provider="microvm", network=network)
-        _KEPT[microvm_server.pid][network] = box
+    """One more machine, which attacks on that network share."""
+    _KEPT[microvm_server.pid]["allowlist"] = microvm_server.client.sandbox(provider="microvm", network="allowlist")
 
 
 _KEPT: dict[int, dict[str | None, Sandbox]] = {}
 """The sandbox that attackers share where to start one takes longer than an attack, by its server."""
+_NEIGHBOURS: dict[tuple[int, str], list[Sandbox]] = {}
+"""Further virtual machines that attackers share, by their server and their options: nobody ends or limits them."""
+_MOST_NEIGHBOURS = 2
 
 Spawn = Callable[[str, Path], subprocess.Popen[str]]
 
@@ -298,7 +300,12 @@ class Attacker:
         self.network: str | None = None
         self.server = server
         self.host = host
+        self.own_kernel = setting in ("gvisor", "microvm")
+        """Whether its processes can be seen only inside, and its budgets belong to a kernel of its own."""
+        self.from_bundle = setting == "root in Docker" or self.own_kernel
+        """Whether its supervisor is a program in its own root, with a control directory beside it."""
         self._opened: list[Sandbox] = []
+        self._shared: list[Sandbox] = []
         self._box: Sandbox | None = None
 
     @property
@@ -311,17 +318,38 @@ class Attacker:
                 _SHARED[self.server.pid] = self.server.client.sandbox(image=IMAGE)
             self._box = _SHARED[self.server.pid]
         elif self._box is None:
-            self._box = self._kept() or self.another()
+            self._box = self._kept() or self.new()
         return self._box
 
     def _kept(self) -> Sandbox | None:
         """The sandbox that attackers of a slow provider share; of virtual machines, one for each network."""
         if self._own or (self.network is not None and self.setting != "microvm"):
             return None
-        return _KEPT.get(self.server.pid, {}).get(self.network)
+        kept = _KEPT.get(self.server.pid, {}).get(self.network)
+        if kept is not None:
+            self._shared.append(kept)
+        return kept
 
     def another(self, context_id: str | None = None, **options: Any) -> Sandbox:
-        """One more sandbox of the same kind on the same server."""
+        """One more sandbox of the same kind on the same server, which no test before has ended. Of virtual machines
+        without an own context, two are kept for all attackers.
+        """
+        if self.setting != "microvm" or context_id is not None:
+            return self.new(context_id, **options)
+        there = _NEIGHBOURS.setdefault((self.server.pid, f"{self.network}{sorted(options.items())}"), [])
+        there[:] = [box for box in there if box.info().state is State.RUNNING]
+        found = next((box for box in there if box not in self._shared), None)
+        if found is None:
+            found = self.new(**options)
+            if len(there) == _MOST_NEIGHBOURS:
+                return found
+            self._opened.remove(found)
+            there.append(found)
+        self._shared.append(found)
+        return found
+
+    def new(self, context_id: str | None = None, **options: Any) -> Sandbox:
+        """A sandbox that nobody else had or will have."""
         if not self.sealed:
             options |= {"provider": "process", "trust": "high", "network": "host"}
         elif self.network is not None:
@@ -350,7 +378,7 @@ class Attacker:
 
     def with_limits(self, **limits: float) -> Sandbox:
         """The attacker's own sandbox, with these limits."""
-        self._box = self.another(limits=limits)
+        self._box = self.new(limits=limits)
         return self._box
 
     def run(
@@ -392,10 +420,14 @@ class Attacker:
         self.expect(self.run(attack, **arguments))
 
     def close(self) -> None:
+        shared = self._shared
         if self._sharing and self._box is not None and self._box not in self._opened:
-            for command in self._box.commands.list():  # the next attacker finds nothing of this one
-                if command.running:
-                    self._box.commands.get(command.id).kill()
+            shared = [*shared, self._box]
+        for box in shared:
+            with contextlib.suppress(NotFound, Conflict):  # the attack has ended it
+                for command in box.commands.list():  # the next attacker finds nothing of this one
+                    if command.running:
+                        box.commands.get(command.id).kill()
         for opened in self._opened:
             opened.terminate(reason="end of the test", delete_files=bool(self._folders))
         for folder in self._folders:
@@ -460,13 +492,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.config.getoption("--on-docker"):
         more = ["root in Docker"]
     attack = metafunc.function.__name__
-    more = [where for where in more if attack not in NOT_JUDGED[PROVIDER.get(where, "namespace")]]
+    needed = NEEDED.get(metafunc.module.__name__.rpartition(".")[2])
+    more = [
+        where
+        for where in more
+        if attack not in NOT_JUDGED[PROVIDER.get(where, "namespace")]
+        and needed not in NEVER[PROVIDER.get(where, "namespace")]
+    ]
     if "hold" in metafunc.fixturenames:
         kinds = ["root on an image", "user on an image"]
         if not metafunc.config.getoption("--on-image"):
             kinds = ["root", "user", *(kinds[:1] if metafunc.module.__name__.endswith(MASKS_ON_IMAGE) else [])]
         if metafunc.config.getoption("--on-docker"):
             kinds = ["root in Docker"]
+        if metafunc.config.getoption("--on-gvisor") or metafunc.config.getoption("--on-microvm"):
+            kinds = []
         metafunc.parametrize("hold", kinds, indirect=True, scope="module")
     for name, settings in {"attacker": ["root", "user"], "compared": ["root", "user", "process"]}.items():
         if name in metafunc.fixturenames:

@@ -19,9 +19,11 @@ from pydantic.json_schema import JsonSchemaMode
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse
 from starlette.routing import BaseRoute, Match, Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from carrel.api import approvals, attached, commands, host, policies, problems, sandboxes, secrets
+from carrel.api.e2b.access import SandboxAccess
+from carrel.api.e2b.front import E2bFront
 from carrel.api.forwarding import Forwarding
 from carrel.api.gate import Gate
 from carrel.api.guard import OperationRoute, import_framework
@@ -47,7 +49,7 @@ comes a text frame `{"exit": CommandInfo}`. The token goes into the `Authorizati
 
 def create_app(
     plane: ControlPlane, *, authenticated: bool, hosts: frozenset[str] | None = None, version: str = "0.1.0"
-) -> Gate:
+) -> ASGIApp:
     """Build the ASGI application for a control plane. Without `authenticated` it needs no token; `hosts` None accepts
     any Host header.
     """
@@ -66,7 +68,7 @@ def create_app(
     app.state.worker_metrics = None
     if plane.worker.count > 1:
         app.state.worker_metrics = WorkerMetrics(plane.routing, plane.passes, plane.worker, authenticated=authenticated)
-    return Gate(
+    gate = Gate(
         app,
         tokens=plane.tokens if authenticated else None,
         requests=plane.requests,
@@ -79,6 +81,13 @@ def create_app(
         tracing=plane.tracing,
         others=plane.others,
     )
+
+    def running() -> list[tuple[str, dict[str, str]]]:
+        records = (box.record for box in plane.sessions.live())
+        return [(record.context_id, dict(record.labels)) for record in records if record.context_id is not None]
+
+    access = SandboxAccess(plane.e2b_key, plane.tokens if authenticated else None)
+    return E2bFront(gate, access, plane.settings.e2b.domain, hosts, running)
 
 
 _FIRST = (commands, sandboxes, attached, approvals, policies, secrets, host)

@@ -13,10 +13,12 @@ import secrets
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import cast
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from carrel.api.e2b.inner import IDENTIFIED
 from carrel.api.forwarding import PASS, Forwarding
 from carrel.api.parts import CALLER
 from carrel.api.port_visits import VISIT, PortVisit, PortVisits, send_page, wants_page
@@ -242,6 +244,9 @@ class Gate:
                 )
 
     async def _identify(self, scope: Scope, headers: dict[bytes, bytes]) -> Identity:
+        if (known := scope.get(IDENTIFIED)) is not None:  # only code of this process can set it
+            mark_authenticated(scope)
+            return cast(Identity, known)
         if HEADER in headers:
             return await self._forwarded(scope, headers)
         connection = of_scope(scope)

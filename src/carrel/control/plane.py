@@ -206,6 +206,7 @@ class ControlPlane:
         )
         self.identities = host.identities
         self.peers = Peers(nodes, None if host.identities is None else host.identities.node)
+        self.e2b_key = vault.derived("e2b access")
         self.passes = Passes(vault.derived("forwarding"), node, nodes.me.boot, nodes.now)
 
         # admission
@@ -649,7 +650,7 @@ class ControlPlane:
             )
 
     async def close(self) -> None:
-        """End every sandbox in which no job runs, and release everything."""
+        """End every sandbox in which no job runs, unless sandboxes survive a stop, and release everything."""
         self.approvals.close()
         await tasks.cancel([self._upkeep_task, self._following, self._refreshing])
         with_jobs = await self.jobs.close()
@@ -662,7 +663,7 @@ class ControlPlane:
             await self._mcp_links.close()
             await self.environments.close()
             await self.upkeep.flush()
-            await self.sessions.shutdown(leave=with_jobs)
+            await self.sessions.shutdown(leave=with_jobs, survive=self.settings.sandbox.survive_stop)
         finally:
             await self._slots.close()
             self.peers.close()

@@ -252,6 +252,8 @@ class Supervisor:
 
     async def _start(self, request: HttpRequest) -> HttpResponse:
         command = await self._begin(await request.json())
+        if request.flag("follow"):
+            return _framed(command, 0, follow=True)
         if not request.flag("wait"):
             return json_response(command.info(), 201)
         return await self._wait(command)
@@ -271,8 +273,7 @@ class Supervisor:
 
     async def _output(self, request: HttpRequest) -> HttpResponse:
         command = self.commands.get(request.args[0])
-        stream = frames_of(command, request.number("offset", 0), follow=request.flag("follow"))
-        return HttpResponse(stream=stream, content_type=b"application/x-carrel-frames")
+        return _framed(command, request.number("offset", 0), follow=request.flag("follow"))
 
     async def _stdin(self, request: HttpRequest) -> HttpResponse:
         command = self.commands.get(request.args[0])
@@ -498,6 +499,11 @@ def _rehearse_all(exchange: _Exchange) -> None:
             os.chdir("/")
 
 
+def _framed(command: SupervisedCommand, offset: int, *, follow: bool) -> HttpResponse:
+    """Return the output of a command as an answer."""
+    return HttpResponse(stream=frames_of(command, offset, follow=follow), content_type=b"application/x-carrel-frames")
+
+
 _Exchange = tuple[tuple[str, dict[str, object]], ...]
 _REHEARSAL: _Exchange = (
     ("POST /commands?wait=1", {"command": "echo warm; echo \xff >&2", "timeout": 10}),
@@ -507,6 +513,7 @@ _REHEARSAL: _Exchange = (
     ("GET /files/stat?path=no%20such", {}),
     ("DELETE /files?path=a&recursive=1", {}),
     ("GET /commands/c1/output?follow=1", {}),
+    ("POST /commands?follow=1", {"command": ["true"], "timeout": 10}),
     ("PUT /secrets", {"secrets": {}}),
     ("PUT /mcp/warm", {"command": ["true"], "generation": "1"}),
     ("DELETE /mcp/warm", {}),

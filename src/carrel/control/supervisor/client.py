@@ -40,6 +40,7 @@ from carrel.models import (
 )
 from carrel.models.operations import LIST, SMALL, A, ForwardedOperation, Q
 from carrel.primitives.spiffe import Svid
+from carrel.tracing import span
 
 SHORT_S = 30.0
 HEALTH_S = 5.0
@@ -47,6 +48,7 @@ START_PYTHON_S = 90.0
 """How long an interpreter may take to start: it may import large packages."""
 START_MCP_S = 60.0
 SEND_S = 45.0
+_CREATED = 201
 _BEYOND = 10**15
 """An offset that no output reaches."""
 INPUT_S = 86_400.0
@@ -85,6 +87,15 @@ class SupervisorClient(SupervisorConnection):
 
     async def start_command(self, body: bytes) -> CommandInfo:
         return await self._info("/commands", body, SHORT_S)
+
+    async def follow_command(self, body: bytes, command_id: str) -> SupervisorDownload:
+        """Start a command under an id that the caller chose, and stream its output as frames."""
+        with span("supervisor", method="POST", path="/commands"):
+            stream = await self.download("/commands?follow=1", body, method="POST", idle=None)
+        if stream.status == _CREATED:  # a supervisor of an older server, which has only started it
+            stream.close()
+            return await self.command_output(command_id, 0, follow=True)
+        return stream
 
     async def list_commands(self) -> CommandList:
         return check(CommandList, await self._json("GET", "/commands", limit=LIST))

@@ -251,15 +251,21 @@ class SupervisorConnection:
             wire.release()
 
     async def download(
-        self, path: str, *, method: str = "GET", deadline: float = 30.0, idle: float | None = 60.0
+        self,
+        path: str,
+        body: bytes = b"",
+        *,
+        method: str = "GET",
+        deadline: float = 30.0,
+        idle: float | None = 60.0,
     ) -> SupervisorDownload:
         """Open a stream. The caller reads it to the end or closes it; `idle` bounds the time between two chunks."""
         wire = self._idle.pop() if self._idle else await self._connect()
         wire.begin(0)
         try:
             assert wire.transport is not None
-            empty = b"" if method == "GET" else b"content-length: 0\r\n"
-            wire.transport.write(_HEADS[method] + path.encode("ascii") + _host() + empty + b"\r\n")
+            size = b"" if method == "GET" else b"content-length: %d\r\n" % len(body)
+            wire.transport.write(_HEADS[method] + path.encode("ascii") + _host() + size + b"\r\n" + body)
             await wire.head(deadline)
             if not 200 <= wire.status < 300:
                 problem = bytearray()
