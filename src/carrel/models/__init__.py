@@ -87,9 +87,9 @@ from carrel.models.governance import TokenPage as TokenPage
 from carrel.models.governance import TokenRequest as TokenRequest
 from carrel.models.governance import TokenScope as TokenScope
 from carrel.models.host import Check as Check
+from carrel.models.host import ClusterReport as ClusterReport
 from carrel.models.host import DiskPart as DiskPart
 from carrel.models.host import DiskUsage as DiskUsage
-from carrel.models.host import ClusterReport as ClusterReport
 from carrel.models.host import HostReport as HostReport
 from carrel.models.host import LevelStatus as LevelStatus
 from carrel.models.host import NodeInfo as NodeInfo
