@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from tests.support.e2b_domain import standing_before
 from tests.support.servers import SOURCE
 
 DOMAIN = "sandboxes.example"
+ROOT = Path(__file__).parents[2]
 
 
 class KillableServer:
@@ -94,6 +96,13 @@ def test_asynchronous_python_sdk(e2b_server: KillableServer) -> None:
     command = [str(e2b_sdks.python()), str(e2b_sdks.SCRIPTS / "calls_async.py")]
     done = e2b_sdks.made(command, e2b_server.variables())
     assert done.returncode == 0, done.stderr
+
+
+def test_program_of_the_how_to_page(e2b_server: KillableServer) -> None:
+    page = (ROOT / "docs/how-to/move-from-e2b.md").read_text()
+    [program] = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    done = e2b_sdks.made([str(e2b_sdks.python()), "-c", program], e2b_server.variables())
+    assert (done.returncode, done.stdout) == (0, "3\n\n"), done.stderr
 
 
 @pytest.mark.parametrize("script", ["domain.py", "domain.mjs"])
