@@ -29,9 +29,9 @@ from urllib.parse import urlsplit
 
 import carrel
 from carrel.config import FLEET_DATABASES, Settings, load
-from carrel.control.host import HostParts, kubernetes_options, microvm_options
+from carrel.control.host import HostParts, cluster_options, kubernetes_options, microvm_options
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
-from carrel.models import HostReport
+from carrel.models import ClusterReport, HostReport
 from carrel.primitives import tasks
 from carrel.primitives.atomic import write_file
 from carrel.primitives.imports import importing
@@ -363,6 +363,26 @@ def local_host_report() -> HostReport:
     )
     checks = [*report.checks, disk_quota(), retention(settings.workspace_ttl_days)]
     return report.model_copy(update={"checks": checks})
+
+
+def local_cluster_report(settings: Settings) -> ClusterReport:
+    """Report what the cluster of these settings offers. Nothing is made there."""
+    from carrel.providers.kubernetes.access import find_access
+    from carrel.providers.kubernetes.api import KubernetesApi
+    from carrel.providers.kubernetes.examination import Examination
+
+    options = cluster_options(settings)
+
+    async def examine() -> ClusterReport:
+        access = find_access(options.kubeconfig)
+        api = KubernetesApi(access)
+        try:
+            checks = await Examination(api, options).run()
+        finally:
+            await api.close()
+        return ClusterReport(server=access.server, namespace=options.namespace, checks=checks)
+
+    return asyncio.run(examine())
 
 
 def make_bundle(settings: Settings) -> SupervisorBundle:

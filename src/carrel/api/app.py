@@ -28,6 +28,7 @@ from carrel.api.forwarding import Forwarding
 from carrel.api.gate import Gate
 from carrel.api.guard import OperationRoute, import_framework
 from carrel.api.page import page
+from carrel.api.port_visits import PortVisits
 from carrel.api.worker_metrics import WorkerMetrics
 from carrel.control.plane import ControlPlane
 
@@ -74,6 +75,8 @@ def create_app(
         redact=plane.secret_values.clean_text,
         max_body=plane.settings.max_body,
         hosts=hosts,
+        ports=plane.ports,
+        visits=PortVisits(plane.settings.ports.domain_name, plane.settings.ports.scheme),
         forwarding=forwarding,
         tracing=plane.tracing,
         others=plane.others,
@@ -91,7 +94,7 @@ _FIRST = (commands, sandboxes, attached, approvals, policies, secrets, host)
 _ALL = (
     "commands", "jobs", "python", "sandboxes", "files", "stateless", "code_contexts", "mcp_servers", "terminals",
     "attached", "approvals", "audit", "checkpoints", "contexts", "envs", "events", "filespaces", "host", "images",
-    "metrics", "policies", "pools", "secrets", "snapshots", "templates", "tokens", "tools",
+    "metrics", "policies", "pools", "ports", "secrets", "snapshots", "templates", "tokens", "tools",
 )  # fmt: skip
 """The most frequent first: the framework tries the routes one after the other."""
 _importing = threading.Lock()

@@ -311,15 +311,18 @@ class DockerProvider(Provider):
         return [str(each["Labels"][containers.SANDBOX]) for each in found]
 
     async def clean(self) -> None:
-        if os.path.isdir(self._folder) and await asyncio.to_thread(self.missing) is None:
-            keep = {self._key(id) for id in (*await self.running(), *self._starting)}
-            await asyncio.to_thread(self._remove_strays, keep)
+        if not os.path.isdir(self._folder) or await asyncio.to_thread(self.missing) is not None:
+            return
+        async with self._roots.resting():  # a root is built there too
+            found = await asyncio.to_thread(os.listdir, self._folder)
+            starting = set(self._starting)  # what starts after this look was not found
+            keep = {self._key(id) for id in (*starting, *await self.running(), *self._starting)}
+            await asyncio.to_thread(self._remove_strays, set(found) - keep)
 
-    def _remove_strays(self, keep: set[str]) -> None:
+    def _remove_strays(self, strays: set[str]) -> None:
         """Remove control directories without a container: a server was killed between the two."""
-        for entry in os.listdir(self._folder):
-            if entry not in keep:
-                ControlDirectory(os.path.join(self._folder, entry)).remove()
+        for entry in strays:
+            ControlDirectory(os.path.join(self._folder, entry)).remove()
 
     async def remove(self, handle: Handle) -> None:
         await self._discard(str(handle["id"]))
