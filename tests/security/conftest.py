@@ -175,17 +175,18 @@ def serve() -> Callable[..., contextlib.AbstractContextManager[Server]]:
 
 
 @pytest.fixture(scope="session")
-def root_server() -> Iterator[Server]:
+def root_server(carrel_forks: None) -> Iterator[Server]:
     if not ROOT:
         pytest.skip("the server as root: the tests do not run as root")
-    with serving(user=False, options=FOLDERS) as server:
+    with serving(user=False, options=FOLDERS, forked=True) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def docker_server(docker: DockerDaemon) -> Iterator[Server]:
+def docker_server(docker: DockerDaemon, carrel_forks: None) -> Iterator[Server]:
     """A server as root whose sandboxes are containers."""
-    with serving(user=False, options={"sandbox.provider": "docker", "docker.socket": docker.socket}) as server:
+    options = {"sandbox.provider": "docker", "docker.socket": docker.socket}
+    with serving(user=False, options=options, forked=True) as server:
         for network in ("none", "allowlist"):
             _CONTAINERS[network] = server.client.sandbox(network=network)
         yield server
@@ -199,7 +200,7 @@ def user_server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def gvisor_server(bundles: Path) -> Iterator[Server]:
+def gvisor_server(bundles: Path, carrel_forks: None) -> Iterator[Server]:
     if not ROOT or (runsc := find_runsc()) is None:
         pytest.skip("gVisor: the tests do not run as root, or scripts/build-runsc was not run")
     options = {**FOLDERS, "gvisor.runsc": runsc}
@@ -208,7 +209,7 @@ def gvisor_server(bundles: Path) -> Iterator[Server]:
         (data / "bundles").symlink_to(bundles)
 
     with (
-        serving(user=False, options=options, prepare=share_bundle) as server,
+        serving(user=False, options=options, prepare=share_bundle, forked=True) as server,
         server.client.sandbox(trust="low") as box,
     ):
         _KEPT[server.pid] = {None: box}
