@@ -213,7 +213,12 @@ class Supervisor:
         name = body.get("id")
         if name is not None and not (isinstance(name, str) and _OWN_ID.fullmatch(name)):
             raise InvalidRequest("'id' must be a 'k' and 7 to 63 letters, digits, '_', '-'", field="id")
-        merged = {**self._env, **env}
+        secrets = body.get("secret_variables") or {}
+        if not isinstance(secrets, dict) or not all(isinstance(each, str) for each in (*secrets, *secrets.values())):
+            raise InvalidRequest("'secret_variables' must map variables to names of secrets", field="secret_variables")
+        if any(not each or "=" in each for each in secrets):
+            raise InvalidRequest("'secret_variables' has a name that is empty or has a '='", field="secret_variables")
+        merged = {**self._env, **env, **{each: self._secrets.variable(secrets[each]) for each in secrets}}
         heartbeat = None if name is None else f"{_HEARTBEATS}{name}"
         if heartbeat is not None:
             merged["CARREL_HEARTBEAT"] = heartbeat
