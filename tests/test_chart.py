@@ -110,7 +110,10 @@ def test_every_variable_is_a_setting() -> None:
 
 def test_values_become_settings() -> None:
     made = variables(
-        "sandboxes.isolation=gvisor", "sandboxes.gvisorClass=g", "sandboxes.warmPool=4", "settings.SANDBOX_MEMORY_MB=512"
+        "sandboxes.isolation=gvisor",
+        "sandboxes.gvisorClass=g",
+        "sandboxes.warmPool=4",
+        "settings.SANDBOX_MEMORY_MB=512",
     )
     expected = {
         "CARREL_SANDBOX_PROVIDER": "kubernetes-gvisor",
