@@ -43,9 +43,11 @@ NOT_SHARED = ("test_exhaustion", "test_termination")
 """Modules whose attacks may end the sandbox: each has its own."""
 MASKS_ON_IMAGE = ("test_masks", "test_readonly")
 """Modules whose masked sandboxes are also made from an image, as root."""
-PROVIDER = {"root in Docker": "docker", "gvisor": "gvisor", "microvm": "microvm"}
+ON_PODS = ("kubernetes", "kubernetes-gvisor")
+PROVIDER = {"root in Docker": "docker", **{name: name for name in ("gvisor", "microvm", *ON_PODS)}}
 """The provider of each setting that has another one than `namespace`. `ATTACKED` lists the modules whose attacks are made
-there; with `--on-gvisor` those of all are made in gVisor, with `--on-microvm` in virtual machines.
+there; with `--on-gvisor` those of all are made in gVisor, with `--on-microvm` in virtual machines, with `--on-kubernetes` and
+`--on-kubernetes-gvisor` in pods.
 """
 IMAGE = "attacked:1"
 
@@ -175,17 +177,18 @@ def serve() -> Callable[..., contextlib.AbstractContextManager[Server]]:
 
 
 @pytest.fixture(scope="session")
-def root_server() -> Iterator[Server]:
+def root_server(carrel_forks: None) -> Iterator[Server]:
     if not ROOT:
         pytest.skip("the server as root: the tests do not run as root")
-    with serving(user=False, options=FOLDERS) as server:
+    with serving(user=False, options=FOLDERS, forked=True) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def docker_server(docker: DockerDaemon) -> Iterator[Server]:
+def docker_server(docker: DockerDaemon, carrel_forks: None) -> Iterator[Server]:
     """A server as root whose sandboxes are containers."""
-    with serving(user=False, options={"sandbox.provider": "docker", "docker.socket": docker.socket}) as server:
+    options = {"sandbox.provider": "docker", "docker.socket": docker.socket}
+    with serving(user=False, options=options, forked=True) as server:
         for network in ("none", "allowlist"):
             _CONTAINERS[network] = server.client.sandbox(network=network)
         yield server
@@ -199,7 +202,7 @@ def user_server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def gvisor_server(bundles: Path) -> Iterator[Server]:
+def gvisor_server(bundles: Path, carrel_forks: None) -> Iterator[Server]:
     if not ROOT or (runsc := find_runsc()) is None:
         pytest.skip("gVisor: the tests do not run as root, or scripts/build-runsc was not run")
     options = {**FOLDERS, "gvisor.runsc": runsc}
@@ -208,7 +211,7 @@ def gvisor_server(bundles: Path) -> Iterator[Server]:
         (data / "bundles").symlink_to(bundles)
 
     with (
-        serving(user=False, options=options, prepare=share_bundle) as server,
+        serving(user=False, options=options, prepare=share_bundle, forked=True) as server,
         server.client.sandbox(trust="low") as box,
     ):
         _KEPT[server.pid] = {None: box}
@@ -232,6 +235,29 @@ def microvm_server(bundles: Path) -> Iterator[Server]:
     ):
         _KEPT[server.pid] = {None: box, "none": box}
         yield server
+
+
+@pytest.fixture(scope="session")
+def pods_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server as root whose sandboxes are pods of a real cluster."""
+    if "CARREL_CLUSTER" not in os.environ:
+        pytest.skip("pods: there is no cluster; run this below `scripts/cluster run`")
+    from tests.cluster.ground import Cluster, Ground, add_images
+
+    cluster, place = Cluster(), Path(tempfile.mkdtemp(prefix="k"))
+    place.chmod(0o755)
+    add_images(cluster, tmp_path_factory.mktemp("images"))
+    gvisor = "gvisor" if request.config.getoption("--on-kubernetes-gvisor") else ""
+    ground = Ground(cluster, place, gvisor_class=gvisor)
+    try:
+        options = {**FOLDERS, **ground.settings}
+        with serving(user=False, options=options, data=ground.volume / "d") as server, server.client.sandbox() as box:
+            _KEPT[server.pid] = {None: box}
+            for network in ("none", "allowlist"):
+                _KEPT[server.pid][network] = server.client.sandbox(network=network)
+            yield server
+    finally:
+        ground.remove()
 
 
 @pytest.fixture(scope="session")
@@ -335,7 +361,7 @@ class Attacker:
 
     def _kept(self) -> Sandbox | None:
         """The sandbox that attackers of a slow provider share; of virtual machines, one for each network."""
-        if self._own or (self.network is not None and self.setting != "microvm"):
+        if self._own or (self.network is not None and self.setting not in ("microvm", *ON_PODS)):
             return None
         kept = _KEPT.get(self.server.pid, {}).get(self.network)
         if kept is not None:
@@ -461,7 +487,7 @@ def stock(server: Server, request: pytest.FixtureRequest) -> str:
     return IMAGE
 
 
-_SERVERS = {"root in Docker": "docker_server", "process": "user_server"}
+_SERVERS = {"root in Docker": "docker_server", "process": "user_server", **dict.fromkeys(ON_PODS, "pods_server")}
 
 
 def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
@@ -504,6 +530,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         more = ["microvm"]
     if metafunc.config.getoption("--on-docker"):
         more = ["root in Docker"]
+    for name in ON_PODS:
+        if metafunc.config.getoption(f"--on-{name}"):
+            more = [name]
     attack = metafunc.function.__name__
     needed = NEEDED.get(metafunc.module.__name__.rpartition(".")[2])
     more = [
@@ -518,12 +547,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             kinds = ["root", "user", *(kinds[:1] if metafunc.module.__name__.endswith(MASKS_ON_IMAGE) else [])]
         if metafunc.config.getoption("--on-docker"):
             kinds = ["root in Docker"]
-        if metafunc.config.getoption("--on-gvisor") or metafunc.config.getoption("--on-microvm"):
+        if any(metafunc.config.getoption(f"--on-{place}") for place in ("gvisor", "microvm", *ON_PODS)):
             kinds = []
         metafunc.parametrize("hold", kinds, indirect=True, scope="module")
     for name, settings in {"attacker": ["root", "user"], "compared": ["root", "user", "process"]}.items():
         if name in metafunc.fixturenames:
-            places = ("image", "gvisor", "microvm", "docker")
+            places = ("image", "gvisor", "microvm", "docker", *ON_PODS)
             elsewhere = any(metafunc.config.getoption(f"--on-{place}") for place in places)
             own = settings[2:] if elsewhere else settings
             metafunc.parametrize(name, [*own, *more], indirect=True)

@@ -45,6 +45,7 @@ from carrel.control.operations.admission import Admission
 from carrel.control.operations.command_ends import CommandEnds
 from carrel.control.operations.happened import events_of
 from carrel.control.operations.operations import Operations, OwnOperations
+from carrel.control.ports.ports import Ports
 from carrel.control.python.calls import PythonOperations
 from carrel.control.python.code_contexts import CodeContextOperations
 from carrel.control.python.environment_builds import Builder
@@ -104,6 +105,8 @@ from carrel.secrets import Vault
 from carrel.store import Database, FilespaceStore, SecretStore, SessionStore
 from carrel.store.approvals import ApprovalStore
 from carrel.store.audit import AuditStore
+from carrel.store.batch_writer import BatchesThere
+from carrel.store.batches import BatchesHere
 from carrel.store.code_contexts import CodeContextStore
 from carrel.store.database import Workers
 from carrel.store.environments import EnvironmentStore
@@ -113,6 +116,7 @@ from carrel.store.leases import LeaseStore
 from carrel.store.mcp_servers import McpServerStore
 from carrel.store.nodes import NodeStore
 from carrel.store.policies import PolicyStore
+from carrel.store.ports import PublicPortStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.store.tokens import TokenStore
 from carrel.tracing import Tracing
@@ -148,6 +152,7 @@ class ControlPlane:
         worker: Worker,
         locks: ProcessLocks | None,
         database: Database,
+        batches: BatchesHere | BatchesThere,
         key: SigningKey,
         vault: Vault,
         checkpoints: CheckpointStore,
@@ -172,11 +177,13 @@ class ControlPlane:
         self.metrics = metrics = Metrics()
         self.tracing = tracing = _tracing(settings, node)
         self._database = database
+        self._batches = batches
         self.store = store = SessionStore(database)
         self.live = live = LiveSandboxes()
         notes = SessionNotes(live, store)
         leases = Leases(LeaseStore(database), worker, settings.lease_s, shared=settings.database is not None)
-        self.audit = audit = AuditLog(AuditStore(database), key, node, events_of, strict=settings.audit.strict)
+        audits = AuditStore(database, batches)
+        self.audit = audit = AuditLog(audits, key, node, events_of, strict=settings.audit.strict)
         event_store = EventStore(database)
         self.events = events = EventLog(
             event_store,
@@ -204,6 +211,7 @@ class ControlPlane:
         )
         self.identities = host.identities
         self.peers = Peers(nodes, None if host.identities is None else host.identities.node)
+        self.e2b_key = vault.derived("e2b access")
         self.passes = Passes(vault.derived("forwarding"), node, nodes.me.boot, nodes.now)
 
         # admission
@@ -356,6 +364,9 @@ class ControlPlane:
             sessions, operations, filespace_store, files, masks, default_cap=settings.sandbox.disk_mb * MB
         )
         self.bundles = Bundles(operations)
+        self.ports = Ports(
+            settings.ports, PublicPortStore(database), sessions, operations, self.tokens, vault.derived("ports")
+        )
         self.checkpoints = CheckpointOperations(sessions, operations, checkpoints)
 
         # Python, MCP servers, calls without a context
@@ -467,9 +478,10 @@ class ControlPlane:
             if worker.count > 1:
                 locks = ProcessLocks(worker.locks)
                 stack.callback(locks.close)
-                others = Workers(f"{worker.locks}-database", worker.count, worker.wrote)
+                others = Workers(worker.turns, worker.count, worker.wrote)
             database = await Database.open(settings.database_url, others)
             stack.push_async_callback(database.close)
+            batches = BatchesThere(database, worker.writer) if worker.writer else BatchesHere(database)
             checkpoints = CheckpointStore(
                 os.path.join(host.layout.data_dir, "checkpoints"),
                 most_bytes=settings.checkpoints.max_mb * MB,
@@ -488,6 +500,7 @@ class ControlPlane:
                 worker,
                 locks,
                 database,
+                batches,
                 key,
                 vault,
                 checkpoints,
@@ -644,7 +657,7 @@ class ControlPlane:
             )
 
     async def close(self) -> None:
-        """End every sandbox in which no job runs, and release everything."""
+        """End every sandbox in which no job runs, unless sandboxes survive a stop, and release everything."""
         self.approvals.close()
         await tasks.cancel([self._upkeep_task, self._following, self._refreshing])
         with_jobs = await self.jobs.close()
@@ -657,7 +670,7 @@ class ControlPlane:
             await self._mcp_links.close()
             await self.environments.close()
             await self.upkeep.flush()
-            await self.sessions.shutdown(leave=with_jobs)
+            await self.sessions.shutdown(leave=with_jobs, survive=self.settings.sandbox.survive_stop)
         finally:
             await self._slots.close()
             self.peers.close()
@@ -678,6 +691,7 @@ class ControlPlane:
             if self.tracing is not None:
                 await self.tracing.close()
             await self._host.close()
+            self._batches.close()
             await self._database.close()
             if self._locks is not None:
                 self._locks.close()

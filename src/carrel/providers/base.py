@@ -6,6 +6,7 @@ ignored. A handle is a plain JSON value, so a restarted control plane finds its 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -147,6 +148,8 @@ class Provider(ABC):
     name: str
     isolation_level: int
     unsafe: bool = False
+    slot_lifetime_s: float = math.inf
+    """How long a slot can wait for its owner; an older one is replaced."""
 
     @abstractmethod
     def capabilities(self) -> frozenset[Capability]:
