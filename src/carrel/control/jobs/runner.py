@@ -51,6 +51,8 @@ FLUSH_S = 0.5
 LOOK_S = 1.0
 SHARED_LOOK_S = 0.3
 """How often a server looks for jobs that others submitted, and for what nobody tells it."""
+REST_S = 5.0
+"""How often a worker looks at jobs that no worker of its server has changed: for times that come."""
 GATHER_S = 0.005
 """While many jobs run, so long others may end too before new ones are claimed."""
 AGAIN_S = 2.0
@@ -119,6 +121,30 @@ class _Run:
         return pieces
 
 
+class _Looks:
+    """Which looks into the database are needed: none if the workers of this server, which alone write to it, changed
+    nothing since the last one.
+    """
+
+    def __init__(self, changes: Callable[[], int | None]):
+        self._changes = changes
+        self._seen: int | None = None
+        self._until = 0.0
+
+    def needed(self) -> bool:
+        """Whether to look now."""
+        now = self._changes()
+        if now is not None and now == self._seen and time.monotonic() < self._until:
+            return False
+        self._seen = now
+        self._until = time.monotonic() + REST_S
+        return True
+
+    def due_in(self, seconds: float) -> None:
+        """Look again after that time at the latest."""
+        self._until = min(self._until, time.monotonic() + seconds)
+
+
 class JobRunner:
     """The jobs that run on this server."""
 
@@ -151,6 +177,8 @@ class JobRunner:
         self._strays: Set[str] = set()
         """The jobs of this server that had no run when the leases were renewed last."""
         self._wake = asyncio.Event()
+        self._queue_looks = _Looks(worker.job_changes)
+        self._other_looks = _Looks(worker.job_changes)
         self._closing = False
         self._loops: list[asyncio.Task[None]] = []
 
@@ -265,7 +293,11 @@ class JobRunner:
                 await self._wake.wait()
             self._wake.clear()
         except TimeoutError:
+            if not self._queue_looks.needed():
+                return
             due = await self._store.next_start()
+            if due is not None:
+                self._queue_looks.due_in(due)
             if due is None or due > 0:
                 return
         if len(self._runs) > self._at_once // 2:
@@ -289,6 +321,8 @@ class JobRunner:
 
     async def _look(self) -> None:
         """Find jobs that wait for something that has happened meanwhile."""
+        if not self._other_looks.needed():
+            return
         for job_id in await self._store.decided():
             if await self._change(job_id, lifecycle.decided) is not None:
                 self.wake()
