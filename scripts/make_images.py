@@ -28,9 +28,11 @@ HERE = Path(__file__).resolve().parents[1]
 REQUIREMENTS, DOCKERFILE = HERE / "requirements/image.txt", HERE / "deploy/images/server/Dockerfile"
 PYTHON = "python3.11"
 """That of Debian 12, which this has to run on too: it compiles the modules."""
+FORMAT = 1
+"""Changes when the same packages would make another base."""
 PACKAGES = (
     *("bash", "ca-certificates", "coreutils", "diffutils", "findutils", "grep", "gzip", "procps", "python3", "sed"),
-    *("tar", "util-linux"),
+    *("libstdc++6", "tar", "util-linux"),
 )
 """What the server needs, and the programs of sandboxes that have its root."""
 PROGRAM = "#!/usr/bin/python3\nimport sys\n\nfrom carrel.cli import main\n\nsys.exit(main())\n"
@@ -53,7 +55,6 @@ _UNWANTED = (
         "var/cache",
     ),
 )
-_LEFT_OUT = ("-updates", "-backports")
 _START_S = 60.0
 
 
@@ -250,7 +251,7 @@ def make_server(target: Path, client: Client, name: str, *, cached: bool) -> Non
 
 def _cached_base() -> Path:
     """Return the base in the cache of the user, for tests. It is made anew when what it is made from changes."""
-    whole = hashlib.sha256(REQUIREMENTS.read_bytes() + Path(__file__).read_bytes())
+    whole = hashlib.sha256(repr((FORMAT, PACKAGES, _UNWANTED, PYTHON)).encode() + REQUIREMENTS.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "carrel/images"
     found = folder / f"{whole.hexdigest()[:16]}.tar"

@@ -110,13 +110,17 @@ def test_every_variable_is_a_setting() -> None:
 
 def test_values_become_settings() -> None:
     made = variables(
-        "sandboxes.isolation=gvisor", "sandboxes.gvisorClass=g", "sandboxes.warmPool=4", "settings.LEASE_S=20"
+        "sandboxes.isolation=gvisor",
+        "sandboxes.gvisorClass=g",
+        "sandboxes.warmPool=4",
+        "settings.SANDBOX_MEMORY_MB=512",
     )
     expected = {
         "CARREL_SANDBOX_PROVIDER": "kubernetes-gvisor",
         "CARREL_KUBERNETES_GVISOR_CLASS": "g",
         "CARREL_KUBERNETES_WARM_POOL": "4",
-        "CARREL_LEASE_S": "20",
+        "CARREL_SANDBOX_MEMORY_MB": "512",
+        "CARREL_LEASE_S": "120",
         "CARREL_DATABASE": {"secretKeyRef": {"name": "carrel-connections", "key": "CARREL_DATABASE"}},
     }
     assert {name: made[name] for name in expected} == expected
@@ -156,6 +160,7 @@ def _rights(needs: set[str], *, named: bool) -> list[dict[str, list[str]]]:
         (("sandboxes.warmPool=1",), {"always", "agent-sandbox", "warm pools"}),
         ((), {"always", "agent-sandbox"}),
         (("sandboxes.agentSandbox=false", "sandboxes.warmPool=1"), {"always"}),
+        (("workspaces.maxGb=10",), {"always", "agent-sandbox", "growing volume"}),
     ],
 )
 def test_a_server_has_the_rights_that_it_needs_and_no_others(settings: tuple[str, ...], needs: set[str]) -> None:

@@ -104,7 +104,7 @@ class Installation:
         self.volume = self.place / "volume"
         self.volume.mkdir()
         os.chown(self.volume, 1000, 1000)
-        self.url = ""
+        self.url, self.took_s = "", 0.0
         for name, labels in ((SERVICES, {}), (self.name, {"pod-security.kubernetes.io/enforce": "restricted"})):
             self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
         self._start_services()
@@ -177,7 +177,6 @@ class Installation:
             "sandboxes": {"image": SANDBOX_IMAGE, "gvisorClass": "gvisor"},
             "pools": {"size": 1, "max": 2},
             "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
-            "settings": {"LEASE_S": "10"},
         }
 
     def run_helm(self, *words: str) -> str:
@@ -191,14 +190,13 @@ class Installation:
         assert done.returncode == 0, f"{done.stderr}\n{self.said()}"
         return done.stdout
 
-    def install(self, **more: str) -> float:
-        """Install the chart, and wait until its servers are ready. Returns how long that took."""
+    def install(self) -> None:
+        """Install the chart, and wait until its servers are ready."""
         (self.place / "values.json").write_text(json.dumps(self.values))
         began = time.monotonic()
         self.run_helm("install", NAME, str(CHART), "-f", str(self.place / "values.json"), "--wait", "--timeout", "170s")
-        took = time.monotonic() - began
+        self.took_s = time.monotonic() - began
         self.url = f"http://{self._address(NAME, self.name)}"
-        return took
 
     def upgrade(self, *words: str) -> None:
         """Change values of the release, and wait until all servers have them."""

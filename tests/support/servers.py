@@ -78,16 +78,17 @@ def serving(
     prepare: Callable[[Path], None] | None = None,
     open_files: int | None = None,
     forked: bool = False,
+    data: Path | None = None,
 ) -> Iterator[Server]:
     """A server; `prepare` is given its data directory before it starts, `build` says that it builds environments,
     `open_files` is its limit of descriptors. `forked`: from a process that has carrel imported (see `fork_server`); a
-    server of this user only.
+    server of this user only. `data` is its data directory, if it has to be at some place.
     """
     directory = Path(tempfile.mkdtemp(prefix="carrel-attacked-"))
     command = [sys.executable, "-m", "carrel"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
     environment["CARREL_POOL_SIZE"] = "0"  # slots come and go while a test looks for what is left of its sandboxes
-    data = directory / "data"
+    data = data or directory / "data"
     if prepare is not None:
         data.mkdir()
         prepare(data)

@@ -29,7 +29,7 @@ from carrel.supervisor.load import SandboxLoad, measure
 from carrel.supervisor.loop import InheritedLoop
 from carrel.supervisor.mcp_servers import McpServerRoutes
 from carrel.supervisor.no_network import refuse_all
-from carrel.supervisor.ports import InnerPorts
+from carrel.supervisor.ports import SandboxPorts
 from carrel.supervisor.produced import ProducedFiles
 from carrel.supervisor.python.calls import SYSTEM_PYTHON, Python, put_files
 from carrel.supervisor.python.cells import CodeContexts
@@ -94,7 +94,7 @@ class Supervisor:
         self.contexts = CodeContexts(self.commands, self.python, self._release)
         self._secrets = SandboxSecrets()
         self._mcp_servers = McpServerRoutes(self.commands, self._order, self._release, self._secrets.variable)
-        self._ports = InnerPorts()
+        self._ports = SandboxPorts()
         self._reset = Reset(self.commands, self.contexts, self.python, self._load)
         self._started = time.monotonic()
         self._directory = -1
