@@ -76,7 +76,7 @@ class _Run:
         self.task: asyncio.Task[None] | None = None
         self.stop: JobOutcome | None = None
         """How it ends because it is stopped."""
-        self.stopping = asyncio.Event()
+        self.stopping: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.fenced = False
         """Whether another server may have the job by now."""
         self.pieces: list[OutputPiece] = []
@@ -99,7 +99,8 @@ class _Run:
         """Stop it. The first reason holds."""
         if self.stop is None:
             self.stop = outcome
-            self.stopping.set()
+            if not self.stopping.done():
+                self.stopping.set_result(None)
 
     def take(self, stream: str, data: bytes, raw: int) -> None:
         """Keep a piece of output until it is written."""
@@ -172,6 +173,8 @@ class JobRunner:
         self._at_once = max(1, worker.share(settings.at_once))
         self._lease_s = lease_s
         self._runs: dict[str, _Run] = {}
+        self._more = True
+        """Whether jobs may be left in the queue that only wait for the end of another."""
         self._held = 0
         """Places of jobs that are being stored, and may start at once."""
         self._strays: Set[str] = set()
@@ -303,6 +306,7 @@ class JobRunner:
         if len(self._runs) > self._at_once // 2:
             await asyncio.sleep(GATHER_S)
         at_once, rate = self._settings.per_namespace, self._settings.starts_per_minute
+        self._more = True
         while (free := self._at_once - len(self._runs) - self._held) > 0:
             choose = partial(lifecycle.share, free=free, at_once=at_once, rate=rate)
             recent_s = None if rate is None else RECENT_S
@@ -312,6 +316,7 @@ class JobRunner:
             for record in found:
                 self._begin(record, self._fresh)
             if len(found) < free:
+                self._more = at_once is not None  # else the end of a job lets no other start
                 return
 
     def _claimed(self, record: JobRecord, now: float) -> JobStep:
@@ -391,7 +396,8 @@ class JobRunner:
         finally:
             run.work.close()
             self._runs.pop(run.record.id, None)
-            self._wake.set()
+            if self._more:
+                self._wake.set()
 
     async def _with_identity(self, run: _Run, go: Callable[[_Run], Any]) -> None:
         """Run a job with the identity of its submitter, for as long as the token is valid."""
@@ -459,13 +465,12 @@ class JobRunner:
     async def _unless_stopped(self, run: _Run, work: Any) -> None:
         """Wait for something that may take long, unless the job is stopped meanwhile."""
         doing = asyncio.ensure_future(work)
-        stopping = asyncio.ensure_future(run.stopping.wait())
         try:
-            await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({doing, run.stopping}, return_when=asyncio.FIRST_COMPLETED)
             if doing.done():
                 doing.result()
         finally:
-            await tasks.cancel([doing, stopping])
+            await tasks.cancel([doing])
 
     def _asked(self, needed: PersonNeeded) -> Decide:
         return partial(
@@ -530,14 +535,12 @@ class JobRunner:
             run.facts["starting_ms"] = (run.began - run.claimed) * 1000
         if work.box is not None:
             run.facts["session_id"] = work.box.record.id
-        reading = asyncio.ensure_future(self._read(run))
+        reading: asyncio.Future[Any] = asyncio.ensure_future(self._read(run))
         try:
             while not reading.done():
-                stopping = asyncio.ensure_future(run.stopping.wait())
                 await asyncio.wait(
-                    {reading, stopping}, timeout=self._next_look(run), return_when=asyncio.FIRST_COMPLETED
+                    {reading, run.stopping}, timeout=self._next_look(run), return_when=asyncio.FIRST_COMPLETED
                 )
-                stopping.cancel()
                 if reading.done():
                     break
                 if run.stop is None:
