@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import urllib.request
 import uuid
 from collections.abc import Callable
@@ -15,7 +16,6 @@ from pathlib import Path
 
 from tests.cli.conftest import environment
 from tests.support import port_server
-from tests.support.cli_process import CliServer
 
 Carrel = Callable[..., subprocess.CompletedProcess[bytes]]
 
@@ -31,7 +31,7 @@ def ask(address: tuple[str, int], number: int) -> bytes:
     return data
 
 
-def test_urls_and_a_forwarded_port(carrel: Carrel, cli_server: CliServer, data_dir: Path) -> None:
+def test_urls_and_a_forwarded_port(carrel: Carrel, data_dir: Path) -> None:
     name = f"cli-{uuid.uuid4().hex[:12]}"
     program = Path(port_server.__file__).read_text()
     assert carrel("exec", name, "cat > server.py", stdin=program.encode()).returncode == 0
@@ -47,7 +47,7 @@ def test_urls_and_a_forwarded_port(carrel: Carrel, cli_server: CliServer, data_d
         refused = carrel("port", name, "8000", "--public")
         assert refused.returncode == 1 and b"CARREL_PORTS_ALLOW_PUBLIC" in refused.stderr
 
-        command = cli_server.command("port", name, "7000", "--local", "0")
+        command = [sys.executable, "-m", "carrel", "port", name, "7000", "--local", "0"]
         with subprocess.Popen(command, stderr=subprocess.PIPE, env=environment(data_dir)) as forwarding:
             assert forwarding.stderr is not None
             told = forwarding.stderr.readline().decode()
@@ -62,7 +62,7 @@ def test_urls_and_a_forwarded_port(carrel: Carrel, cli_server: CliServer, data_d
                 assert connection.recv(1) == b"x"
                 forwarding.send_signal(signal.SIGINT)
                 assert connection.recv(1) == b"", "it ends with the command"
-            assert forwarding.wait(30) == 0
+            assert forwarding.wait(30) == 130
             assert forwarding.stderr.read() == b""
     finally:
         carrel("rm", "--yes", "--files", name)
