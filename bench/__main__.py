@@ -66,6 +66,7 @@ BENCHMARKS = {
         Benchmark("rate", "commands per second with 8 clients"),
         Benchmark("workers", "operations per second of a server with several workers beside one", peers=False),
         Benchmark("forward", "the same command and download by the server that has the sandbox, and by another"),
+        Benchmark("ports", "a server in a sandbox by the URL of its port, and the same server directly", peers=False),
         Benchmark("remote", "a command of a supervisor over TCP with mutual TLS beside its Unix socket"),
         Benchmark("python", "a call of Python, a cell, pandas: warm beside cold and ipykernel"),
         Benchmark(

@@ -314,3 +314,28 @@ def _option(param: object) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def e2b_page() -> str:
+    """Return the page of E2B's calls, from the declarations that tests show with the published SDKs."""
+    from tests.support.e2b_calls import CALLS, JAVASCRIPT, PYTHON
+
+    def versions(packages: Iterable[tuple[str, str]]) -> str:
+        return " and ".join(f"`{name}` {version}" for name, version in packages)
+
+    counts = {state: sum(call.state == state for call in CALLS) for state in ("works", "partly", "refused")}
+    parts = [
+        HEAD,
+        "# E2B\n\n"
+        f"The calls of E2B's SDKs for Python ({versions(PYTHON)}) and\n"
+        f"JavaScript ({versions(JAVASCRIPT)}), as tests make them with the published packages.\n"
+        f"{counts['works']} work, {counts['partly']} work partly, {counts['refused']} are refused with words that say\n"
+        "why.\n"
+        "The asynchronous Python SDK makes the same requests. How to use them:\n"
+        "[Move from E2B](../how-to/move-from-e2b.md).\n\n"
+        "| Python | JavaScript | state | note |\n| --- | --- | --- | --- |\n",
+    ]
+    for call in CALLS:
+        there = "not tested" if call.javascript is None else f"`{call.javascript}`"
+        parts.append(f"| `{call.python}` | {there} | {call.state} | {_cell(call.note)} |\n")
+    return "".join(parts)

@@ -130,6 +130,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--on-gvisor", action="store_true", help="make every check and attack in gVisor sandboxes")
     parser.addoption("--on-microvm", action="store_true", help="make every check and attack in virtual machines")
     parser.addoption("--on-docker", action="store_true", help="make every attack in containers of Docker")
+    for name, runtime in (("kubernetes", "runc"), ("kubernetes-gvisor", "gVisor")):
+        words = f"make every attack in pods on {runtime}, below `scripts/cluster run`"
+        parser.addoption(f"--on-{name}", action="store_true", help=words)
 
 
 @pytest.fixture(scope="session")

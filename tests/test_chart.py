@@ -160,6 +160,7 @@ def _rights(needs: set[str], *, named: bool) -> list[dict[str, list[str]]]:
         (("sandboxes.warmPool=1",), {"always", "agent-sandbox", "warm pools"}),
         ((), {"always", "agent-sandbox"}),
         (("sandboxes.agentSandbox=false", "sandboxes.warmPool=1"), {"always"}),
+        (("workspaces.maxGb=10",), {"always", "agent-sandbox", "growing volume"}),
     ],
 )
 def test_a_server_has_the_rights_that_it_needs_and_no_others(settings: tuple[str, ...], needs: set[str]) -> None:

@@ -531,6 +531,13 @@ class KubernetesSettings(_Group):
         description="where this server has the root of that volume mounted; workspaces must be below it. By default "
         "`data_dir`",
     )
+    volume_max_gb: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 20,
+        description="how many GiB the claim of the shared volume may come to ask for: it doubles when more than 80 % "
+        "are used. Its storage class has to allow that. 0 leaves its size to you",
+    )
     gvisor_class: str = Field(
         default="",
         pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$",

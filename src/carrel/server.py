@@ -54,6 +54,7 @@ log = logging.getLogger("carrel.server")
 _LOG_FORMAT = "%(asctime)s %(levelname)s {}%(name)s: %(message)s"
 _BEAT_S = 0.1
 """The time between two signs of life of a worker."""
+_WRITER_BEAT_S = 1.0
 _SWITCH_S = 0.0005
 """How long a thread of a worker may wait for the interpreter: it may have a lock that other workers wait for."""
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -234,6 +235,41 @@ async def _accepting_nodes(
         await tasks.cancel((task,))
 
 
+def _bind_https(settings: Settings) -> socket.socket | None:
+    """Listen for HTTPS requests, if the operator wants that."""
+    ports = settings.ports
+    if ports.listen is None:
+        return None
+    if ports.certificate_file is None or ports.key_file is None:
+        raise InvalidRequest(
+            "requests over HTTPS need a certificate and its key",
+            field="ports.listen",
+            hint="set CARREL_PORTS_CERTIFICATE_FILE and CARREL_PORTS_KEY_FILE, or put a proxy in front of carrel",
+        )
+    host, _, port = ports.listen.rpartition(":")
+    return _bind(host.strip("[]") or "0.0.0.0", int(port), "ports.listen", "ports.listen")
+
+
+@asynccontextmanager
+async def _accepting_https(
+    settings: Settings, server: HttpServer, listener: socket.socket | None
+) -> AsyncIterator[None]:
+    """Accept connections with TLS while the block runs."""
+    ports = settings.ports
+    if listener is None or ports.certificate_file is None or ports.key_file is None:
+        yield
+        return
+    from carrel.api.https import Certificate
+    from carrel.primitives.tls_listener import TlsListener
+
+    certificate = await asyncio.to_thread(Certificate, ports.certificate_file, ports.key_file)
+    task = asyncio.ensure_future(TlsListener(listener, certificate.context, server.protocol).run())
+    try:
+        yield
+    finally:
+        await tasks.cancel((task,))
+
+
 def _http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -262,10 +298,13 @@ async def running(
         listener = held.enter_context(closing(_bind(settings.host, settings.port, "host", "port")))
         if (for_nodes := _bind_for_nodes(settings)) is not None:
             held.enter_context(closing(for_nodes))
+        if (https := _bind_https(settings)) is not None:
+            held.enter_context(closing(https))
         token, token_is_new = _token(settings)
         async with (
             _answering(settings, token, None, [listener], providers) as (plane, server),
             _accepting_nodes(plane, server, for_nodes),
+            _accepting_https(settings, server, https),
         ):
             url, listens_on = _urls(listener)
             try:
@@ -509,7 +548,7 @@ def serve(settings: Settings, users: Path | None = None, starting: Sequence[int]
 
 def _serve_with_workers(settings: Settings, count: int) -> None:
     """Run a server of several processes: this one leads them."""
-    from carrel.control.nodes.workers import WorkerTable
+    from carrel.control.nodes.workers import Worker, WorkerTable
     from carrel.workers import Leader
 
     if settings.node_url is not None:
@@ -526,7 +565,13 @@ def _serve_with_workers(settings: Settings, count: int) -> None:
         )
     layout = Layout(settings.data_dir)
     layout.prepare()
-    with _locked(settings.data_dir), closing(_bind(settings.host, settings.port, "host", "port")) as listener:
+    with (
+        _locked(settings.data_dir),
+        closing(_bind(settings.host, settings.port, "host", "port")) as listener,
+        ExitStack() as held,
+    ):
+        if (https := _bind_https(settings)) is not None:
+            held.enter_context(closing(https))
         token, token_is_new = _token(settings)
         _import_for_workers()
         table, (url, listens_on) = WorkerTable(count), _urls(listener)
@@ -537,18 +582,26 @@ def _serve_with_workers(settings: Settings, count: int) -> None:
             for handler in logging.getLogger().handlers:
                 handler.setFormatter(logging.Formatter(_LOG_FORMAT.format(f"worker-{index} ")))
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_work(settings, token, table, listener, index, alone=alone))
+                runner.run(_work(settings, token, table, listener, https, index, alone=alone))
 
         def started() -> None:
             _write_record(settings, url)
             facts = ServerFacts(url, listens_on, token, token_is_new, settings.data_dir, table.adopted())
             _announce(facts, settings)
 
+        def write() -> None:
+            import uvloop
+
+            for handler in logging.getLogger().handlers:
+                handler.setFormatter(logging.Formatter(_LOG_FORMAT.format("writer ")))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_write(settings, table))
+
         try:
-            Leader(table, work).run(started)
+            Leader(table, work, None if _is_fleet(settings) else write).run(started)
         finally:
             _remove_record(settings)
-            for path in (_worker_locks(layout), f"{_worker_locks(layout)}-database"):
+            for path in (_worker_locks(layout), Worker.turns_of(_worker_locks(layout)), _writer_socket(layout)):
                 with suppress(OSError):
                     os.unlink(path)
 
@@ -570,8 +623,50 @@ def _worker_locks(layout: Layout) -> str:
     return os.path.join(layout.run, "workers.lock")
 
 
+def _writer_socket(layout: Layout) -> str:
+    return os.path.join(layout.run, "writer.sock")
+
+
+def _is_fleet(settings: Settings) -> bool:
+    """Whether several servers share the database, which lets several processes write at the same time."""
+    return settings.database_url.startswith(FLEET_DATABASES)
+
+
+async def _write(settings: Settings, table: WorkerTable) -> None:
+    """Write the records of all workers until SIGTERM."""
+    from carrel.control.nodes.workers import Worker
+    from carrel.store.batch_writer import Writer
+    from carrel.store.database import Database, Workers
+
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    layout = Layout(settings.data_dir)
+    turns = Workers(Worker.turns_of(_worker_locks(layout)), table.workers, lambda _tables: None, writer=True)
+    async with AsyncExitStack() as stack:
+        database = await Database.open(settings.database_url, turns)
+        stack.push_async_callback(database.close)
+        writer = Writer(database)
+        stack.push_async_callback(writer.close)
+        await writer.listen(_writer_socket(layout))
+        table.beat(table.writer)
+        table.set_ready(table.writer, True)
+        stack.callback(table.set_ready, table.writer, False)
+        while not stop.is_set():
+            table.beat(table.writer)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_WRITER_BEAT_S):
+                    await stop.wait()
+
+
 async def _work(
-    settings: Settings, token: str | None, table: WorkerTable, listener: socket.socket, index: int, *, alone: bool
+    settings: Settings,
+    token: str | None,
+    table: WorkerTable,
+    listener: socket.socket,
+    https: socket.socket | None,
+    index: int,
+    *,
+    alone: bool,
 ) -> None:
     """Run one worker until SIGTERM."""
     from carrel.api.serving import SharedListener
@@ -589,19 +684,20 @@ async def _work(
         table,
         socket=os.path.join(layout.run, f"worker-{index}.sock"),
         locks=_worker_locks(layout),
+        writer="" if _is_fleet(settings) else _writer_socket(layout),
         alone=alone,
     )
     own: list[socket.socket] = []
     for_nodes: socket.socket | None = None
     # Where several servers share the database, others reach each worker by itself.
-    shared = settings.database_url.startswith(FLEET_DATABASES)
-    if shared and (for_nodes := _bind_for_nodes(settings, index)) is None:
+    if _is_fleet(settings) and (for_nodes := _bind_for_nodes(settings, index)) is None:
         own.append(_bind(settings.host, 0, "host", "port"))
     async with AsyncExitStack() as stack:
         if for_nodes is not None:
             stack.enter_context(closing(for_nodes))
         plane, server = await stack.enter_async_context(_answering(settings, token, worker, own))
         await stack.enter_async_context(_accepting_nodes(plane, server, for_nodes))
+        await stack.enter_async_context(_accepting_https(settings, server, https))
         await server.listen_too(worker.socket)
         stack.callback(os.unlink, worker.socket)
         reached = own[0] if own else for_nodes

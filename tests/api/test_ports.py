@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import json
 import shutil
+import ssl
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.support import port_server
+from tests.support.ports import nobody
 from tests.support.refusals import refused
 from tests.support.worker_servers import server_with_workers
 from websockets.asyncio.client import connect
@@ -22,7 +25,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from carrel import AsyncClient, AsyncSandbox
 from carrel.config import Settings, load
 from carrel.errors import Denied, NotRunning, PortNotOpen
-from carrel.server import RunningServer
+from carrel.server import RunningServer, running
 
 DOMAIN = "preview.localhost"
 PROGRAM = Path(port_server.__file__).read_bytes()
@@ -108,10 +111,15 @@ async def test_by_path(
     page = await anyone.get(f"{base.replace('8000', '8001')}/", headers={**owner, "accept": "text/html"})
     assert page.status_code == 502 and page.text.startswith("<!doctype html>") and "8001" in page.text
 
+    # the proxy of the sandbox has a port too
+    reserved = await anyone.get(f"{base.replace('8000', '3128')}/", headers=owner)
+    assert refused(reserved, 502, None, "port_not_open")["detail"].endswith("carrel's own in the sandbox")
+    assert 3128 not in {each.port for each in await box.ports.list()}
+
     # every one of them was recorded
     found = (await http.get("/v1/audit", params={"context_id": "served", "limit": 200})).json()["items"]
     visits = [each for each in found if each["name"] in {"reach_port", "visit_port"}]
-    assert {each["arguments"]["port"] for each in visits} == {8000, 8001}
+    assert {each["arguments"]["port"] for each in visits} == {8000, 8001, 3128}
 
 
 async def _pieces(data: bytes) -> AsyncIterator[bytes]:
@@ -277,6 +285,46 @@ async def test_a_stopped_sandbox(client: AsyncClient, anyone: httpx.AsyncClient)
     await box.commands.start("exec python3 server.py")
     await box.ports.wait(8000)
     assert (await anyone.get(url.path)).status_code == 200, "the same URL"
+
+
+async def test_a_restart_and_tls(settings: Settings, tmp_path: Path) -> None:
+    """The URL of before leads to the same port of the same sandbox, also with carrel's own TLS."""
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=carrel",
+    ]
+    command += ["-addext", f"subjectAltName=DNS:*.{DOMAIN}", "-keyout", "key.pem", "-out", "certificate.pem"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    certificate, key = (str(tmp_path / name) for name in ("certificate.pem", "key.pem"))
+    with nobody() as free:
+        pass
+    given = {"listen": f"127.0.0.1:{free}", "certificate_file": certificate, "key_file": key}
+    domain = {"domain": f"https://{DOMAIN}:{free}"}
+    secure = settings.model_copy(update={"ports": settings.ports.model_copy(update={**given, **domain})})
+    async with running(secure) as server, AsyncClient(server.url, server.token) as client:
+        url = str(await (await started(client)).ports.url(8000))
+    assert url.startswith("https://8000-sbx-")
+    trusting = ssl.create_default_context(cafile=certificate)
+    async with running(secure) as server, AsyncClient(server.url, server.token) as client:
+        await started(client)
+        host = url.partition("//")[2].partition("/")[0]
+        near = url.replace(host, f"127.0.0.1:{free}")
+        async with httpx.AsyncClient(verify=trusting) as visitor:
+            told = {"sni_hostname": host.partition(":")[0]}
+            answer = await visitor.get(near, headers={"host": host}, extensions=told)
+            assert sent_headers(answer)["x-forwarded-proto"] == "https"
+            page = await visitor.get(near, headers={"host": host, "accept": "text/html"}, extensions=told)
+        assert page.headers["set-cookie"].startswith("__Host-carrel-port=") and "Secure" in page.headers["set-cookie"]
 
 
 async def test_any_worker_answers(settings: Settings) -> None:

@@ -70,7 +70,7 @@ def add_images(cluster: Cluster, place: Path) -> None:
 class Ground:
     """A namespace, and a volume in a directory of this host that its pods can mount."""
 
-    def __init__(self, cluster: Cluster, place: Path, **options: object):
+    def __init__(self, cluster: Cluster, place: Path, *, storage_class: str = "", **options: object):
         self.cluster = cluster
         self.place = place
         self.name = f"carrel-{secrets.token_hex(4)}"
@@ -89,7 +89,7 @@ class Ground:
         )
         labels = {f"pod-security.kubernetes.io/{kind}": "restricted" for kind in ("enforce", "warn")}
         self._apply("Namespace", self.name, labels=labels)
-        common = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
+        common = {"accessModes": ["ReadWriteMany"], "storageClassName": storage_class}
         host = {"hostPath": {"path": str(self.volume), "type": "Directory"}, "capacity": {"storage": _GI}}
         self._apply("PersistentVolume", self.name, spec={**common, **host})
         claim = {**common, "volumeName": self.name, "resources": {"requests": {"storage": _GI}}}
@@ -133,6 +133,24 @@ class Ground:
         own = identities(name=server).sandboxes
         return KubernetesProvider(str(self.place / "run"), self.options, own, gvisor=bool(self.options.gvisor_class))
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of a server whose sandboxes are pods in this namespace."""
+        own = {
+            "enabled": "true",
+            "kubeconfig": self.options.kubeconfig,
+            "namespace": self.name,
+            "image": IMAGE,
+            "bundle_image": BUNDLE_IMAGE,
+            "pull_policy": "Never",
+            "volume_claim": "workspaces",
+            "volume_directory": str(self.volume),
+            "gvisor_class": self.options.gvisor_class,
+        }
+        provider = "kubernetes-gvisor" if self.options.gvisor_class else "kubernetes"
+        common = {"volumes": "directory", "sandbox.provider": provider, "spiffe.source": "carrel"}
+        return common | {f"kubernetes.{name}": value for name, value in own.items()}
+
     def with_options(self, **options: object) -> Ground:
         """Return the same namespace, used in another way."""
         other = copy.copy(self)
@@ -149,3 +167,8 @@ class Ground:
         self.cluster.kubectl("delete", "persistentvolume", self.name)
         self.cluster.kubectl("delete", "role,rolebinding", f"carrel-{self.name}", "-n", "default")
         shutil.rmtree(self.place)
+
+
+def variables(settings: dict[str, str]) -> dict[str, str]:
+    """Settings as environment variables."""
+    return {f"CARREL_{name.replace('.', '_').upper()}": value for name, value in settings.items()}

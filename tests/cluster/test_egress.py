@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.cluster.ground import BUNDLE_IMAGE, IMAGE, Ground
+from tests.cluster.ground import Ground, variables
 from tests.cluster.test_pods import reached_directly
 from tests.support.egress_ground import Carrel, Outside, outbound, run, until
 
@@ -25,21 +25,8 @@ def outside() -> Iterator[Outside]:
 @pytest.fixture
 def carrel(ground: Ground, outside: Outside) -> Iterator[Carrel]:
     """A server whose sandboxes are pods."""
-    settings = {
-        "DATA_DIR": str(ground.volume / "e"),
-        "VOLUMES": "directory",
-        "SANDBOX_PROVIDER": "kubernetes",
-        "SPIFFE_SOURCE": "carrel",
-        "KUBERNETES_ENABLED": "true",
-        "KUBERNETES_KUBECONFIG": ground.options.kubeconfig,
-        "KUBERNETES_NAMESPACE": ground.name,
-        "KUBERNETES_IMAGE": IMAGE,
-        "KUBERNETES_BUNDLE_IMAGE": BUNDLE_IMAGE,
-        "KUBERNETES_PULL_POLICY": "Never",
-        "KUBERNETES_VOLUME_CLAIM": "workspaces",
-        "KUBERNETES_VOLUME_DIRECTORY": str(ground.volume),
-    }
-    made = Carrel(outside, **{f"CARREL_{name}": value for name, value in settings.items()})
+    settings = variables(ground.settings | {"data_dir": str(ground.volume / "e")})
+    made = Carrel(outside, **settings)
     made.data = ground.volume / "e"
     made.start()
     try:

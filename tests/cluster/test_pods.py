@@ -285,3 +285,40 @@ async def test_sandboxes_are_claimed_from_a_warm_pool(pooled, cluster):
     await until(nothing_left)
     assert cluster.get("sandboxwarmpools,sandboxtemplates", "-n", pooled.name)["items"] == []
     assert not os.path.exists(pooled.volume / ".carrel-slots")
+
+
+async def is_bound(cluster: Cluster, ground: Ground) -> bool:
+    claim = cluster.get("persistentvolumeclaim", "workspaces", "-n", ground.name)
+    return bool(claim["status"].get("phase") == "Bound")
+
+
+async def test_the_claim_of_the_volume_is_asked_to_grow(cluster, grounds):
+    name = "grows"
+    growing = {"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": {"name": name}}
+    growing |= {"provisioner": "none.example/none", "allowVolumeExpansion": True}
+    cluster.kubectl("apply", "-f", "-", stdin=growing)
+    try:
+        ground = grounds(storage_class=name, volume_max_gb=3)
+        provider = ground.provider()
+        try:
+            growth = provider.volume_growth()
+            await until(lambda: is_bound(cluster, ground))
+            assert await growth.look(0.5) is None
+            assert await growth.look(0.85) == 2 << 30
+            claim = cluster.get("persistentvolumeclaim", "workspaces", "-n", ground.name)
+            assert claim["spec"]["resources"]["requests"]["storage"] == "2Gi"
+            assert await growth.look(0.99) is None, "the first growth has not been carried out"
+        finally:
+            await provider.close()
+    finally:
+        cluster.kubectl("delete", "storageclass", name)
+
+
+async def test_a_claim_that_cannot_grow_says_so(cluster, ground):
+    provider = ground.with_options(volume_max_gb=3).provider()
+    try:
+        await until(lambda: is_bound(cluster, ground))
+        with pytest.raises(PlatformError, match=r"(?i)forbidden|only dynamically"):
+            await provider.volume_growth().look(0.85)
+    finally:
+        await provider.close()

@@ -12,6 +12,7 @@ from collections import Counter
 from contextlib import suppress
 from random import Random
 
+import pytest
 from tests.support.kill_events import Reader, delivered, events_of, kill_and_start
 from tests.support.kill_server import Server
 from tests.support.nats import NatsServer
@@ -60,6 +61,7 @@ class Work:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.timeout(300 + KILLS * 20)
 async def test_no_event_is_missing_or_doubled(database: str | None, bus: NatsServer | None) -> None:
     dice = Random(7)
     server = Server(database, "directory", settings={} if bus is None else {"CARREL_BUS": bus.url})

@@ -26,6 +26,8 @@ from tests.support.s3 import S3Server
 from tests.support.two_networks import ADDRESSES, TwoNetworks
 
 LEASE_S = 3.0
+PACE_S = 0.1
+"""From one look to the next while a lease is waited for."""
 SOCKET = ".s.PGSQL.5432"
 SHIFTED = """
 import sys, time
@@ -220,6 +222,7 @@ async def test_the_database_is_away_for_longer_than_the_leases(postgres: Postgre
                     assert answer.status_code == 503 and answer.json().get("retry") is True, answer.text
                     assert int(answer.headers["retry-after"]) >= 1
                     refused.add(answer.json()["code"])
+                await asyncio.sleep(PACE_S)
         assert "database_unavailable" in refused and refused <= {"database_unavailable", "node_unreachable"}
         for line in place.lines.values():
             line.set("passes")
@@ -293,6 +296,7 @@ async def test_clocks_differ_by_hours(postgres: Postgres, carrel_forks: None) ->
         while time.monotonic() - began < 2.5 * LEASE_S:  # nobody thinks that a lease has ended, or a pass
             for other, name in (("a", "b"), ("b", "a")):
                 assert await place.run(other, boxes[name], "echo $((6*7))") == "42\n"
+            await asyncio.sleep(PACE_S)
         states = {each["name"]: each["state"] for each in (await place.http["a"].get("/v1/nodes")).json()["items"]}
         assert states == {"a": "running", "b": "running"}
         # An approval that is asked for on one server and decided on the other.
@@ -357,6 +361,7 @@ async def test_two_servers_lose_each_other_and_keep_the_database(
                     assert (answer.status_code, answer.json()["code"]) == (503, "node_unreachable"), answer.text
                     assert answer.json()["retry"] is True
                 assert time.monotonic() - began < 40
+                await asyncio.sleep(PACE_S)
             answer = await waiting
             assert (answer.status_code, answer.json()["code"]) == (503, "node_unreachable"), answer.text
             assert "may have been done" in answer.json()["hint"]

@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from carrel.primitives.relay_line import Kind, Reader, message
+from carrel.primitives.relay_line import RelayMessage, RelayReader, message
 
 MESSAGES = st.one_of(
-    st.integers(0, 2**32 - 1).map(lambda number: (Kind.BEGIN, number)),
-    st.binary(min_size=1, max_size=40).map(lambda data: (Kind.DATA, data)),
-    st.just((Kind.END, 0)),
+    st.integers(0, 2**32 - 1).map(lambda number: (RelayMessage.BEGIN, number)),
+    st.binary(min_size=1, max_size=40).map(lambda data: (RelayMessage.DATA, data)),
+    st.just((RelayMessage.END, 0)),
 )
 
 
-def written(kind: Kind, what: int | bytes) -> bytes:
+def written(kind: RelayMessage, what: int | bytes) -> bytes:
     return message(kind, len(what)) + what if isinstance(what, bytes) else message(kind, what)
 
 
-def joined(found: list[tuple[Kind, int | bytes]]) -> list[tuple[Kind, int | bytes]]:
+def joined(found: list[tuple[RelayMessage, int | bytes]]) -> list[tuple[RelayMessage, int | bytes]]:
     """The same with neighbouring bytes together."""
-    together: list[tuple[Kind, int | bytes]] = []
+    together: list[tuple[RelayMessage, int | bytes]] = []
     for kind, what in found:
         if together and isinstance(what, bytes) and isinstance(before := together[-1][1], bytes):
             together[-1] = (kind, before + what)
@@ -33,7 +33,7 @@ def joined(found: list[tuple[Kind, int | bytes]]) -> list[tuple[Kind, int | byte
 @given(st.lists(MESSAGES, max_size=12), st.integers(1, 13))
 def test_messages_are_found_in_any_pieces(messages, size):
     text = b"".join(written(*each) for each in messages)
-    reader, found = Reader(), []
+    reader, found = RelayReader(), []
     for at in range(0, len(text), size):
         found += reader.read(text[at : at + size])
     assert joined(found) == joined(messages)
@@ -41,4 +41,4 @@ def test_messages_are_found_in_any_pieces(messages, size):
 
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="0"):
-        Reader().read(bytes(5))
+        RelayReader().read(bytes(5))

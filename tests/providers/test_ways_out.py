@@ -19,7 +19,7 @@ import pytest
 from tests.support import loops
 from tests.support.remote_provider import TRUST_DOMAIN, identities
 
-from carrel.primitives.relay_line import Kind, RelayLine, message
+from carrel.primitives.relay_line import RelayLine, RelayMessage, message
 from carrel.primitives.spiffe import SpiffeId, server_context
 from carrel.primitives.tasks import cancel
 from carrel.primitives.tls_listener import TlsListener
@@ -44,7 +44,7 @@ class Misbehaving(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         Misbehaving.met += 1
         assert isinstance(transport, asyncio.Transport)
-        transport.write(message(Kind.DATA, 5) + b"12345")
+        transport.write(message(RelayMessage.DATA, 5) + b"12345")
 
 
 class Supervisor(threading.Thread):
@@ -260,6 +260,6 @@ async def test_a_line_takes_no_stream_within_a_stream():
     line = RelayLine(Owner(), begins=False)
     await asyncio.get_running_loop().create_unix_connection(lambda: line, sock=ours)
     with theirs:
-        theirs.send(message(Kind.BEGIN) + message(Kind.BEGIN))
+        theirs.send(message(RelayMessage.BEGIN) + message(RelayMessage.BEGIN))
         while not lost:
             await asyncio.sleep(0.01)

@@ -33,7 +33,7 @@ from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable,
 
 from carrel.client import Sandbox
 from carrel.errors import Conflict, NotFound
-from carrel.models import CommandResult, State
+from carrel.models import CommandResult
 from carrel.primitives.trees import remove_tree
 
 FOLDERS = {"sandbox.folder_roots": os.path.realpath(tempfile.gettempdir())}
@@ -43,9 +43,11 @@ NOT_SHARED = ("test_exhaustion", "test_termination")
 """Modules whose attacks may end the sandbox: each has its own."""
 MASKS_ON_IMAGE = ("test_masks", "test_readonly")
 """Modules whose masked sandboxes are also made from an image, as root."""
-PROVIDER = {"root in Docker": "docker", "gvisor": "gvisor", "microvm": "microvm"}
+ON_PODS = ("kubernetes", "kubernetes-gvisor")
+PROVIDER = {"root in Docker": "docker", **{name: name for name in ("gvisor", "microvm", *ON_PODS)}}
 """The provider of each setting that has another one than `namespace`. `ATTACKED` lists the modules whose attacks are made
-there; with `--on-gvisor` those of all are made in gVisor, with `--on-microvm` in virtual machines.
+there; with `--on-gvisor` those of all are made in gVisor, with `--on-microvm` in virtual machines, with `--on-kubernetes` and
+`--on-kubernetes-gvisor` in pods.
 """
 IMAGE = "attacked:1"
 
@@ -175,17 +177,18 @@ def serve() -> Callable[..., contextlib.AbstractContextManager[Server]]:
 
 
 @pytest.fixture(scope="session")
-def root_server() -> Iterator[Server]:
+def root_server(carrel_forks: None) -> Iterator[Server]:
     if not ROOT:
         pytest.skip("the server as root: the tests do not run as root")
-    with serving(user=False, options=FOLDERS) as server:
+    with serving(user=False, options=FOLDERS, forked=True) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def docker_server(docker: DockerDaemon) -> Iterator[Server]:
+def docker_server(docker: DockerDaemon, carrel_forks: None) -> Iterator[Server]:
     """A server as root whose sandboxes are containers."""
-    with serving(user=False, options={"sandbox.provider": "docker", "docker.socket": docker.socket}) as server:
+    options = {"sandbox.provider": "docker", "docker.socket": docker.socket}
+    with serving(user=False, options=options, forked=True) as server:
         for network in ("none", "allowlist"):
             _CONTAINERS[network] = server.client.sandbox(network=network)
         yield server
@@ -199,7 +202,7 @@ def user_server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def gvisor_server(bundles: Path) -> Iterator[Server]:
+def gvisor_server(bundles: Path, carrel_forks: None) -> Iterator[Server]:
     if not ROOT or (runsc := find_runsc()) is None:
         pytest.skip("gVisor: the tests do not run as root, or scripts/build-runsc was not run")
     options = {**FOLDERS, "gvisor.runsc": runsc}
@@ -208,7 +211,7 @@ def gvisor_server(bundles: Path) -> Iterator[Server]:
         (data / "bundles").symlink_to(bundles)
 
     with (
-        serving(user=False, options=options, prepare=share_bundle) as server,
+        serving(user=False, options=options, prepare=share_bundle, forked=True) as server,
         server.client.sandbox(trust="low") as box,
     ):
         _KEPT[server.pid] = {None: box}
@@ -235,17 +238,42 @@ def microvm_server(bundles: Path) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
+def pods_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server as root whose sandboxes are pods of a real cluster."""
+    if "CARREL_CLUSTER" not in os.environ:
+        pytest.skip("pods: there is no cluster; run this below `scripts/cluster run`")
+    from tests.cluster.ground import Cluster, Ground, add_images
+
+    cluster, place = Cluster(), Path(tempfile.mkdtemp(prefix="k"))
+    place.chmod(0o755)
+    add_images(cluster, tmp_path_factory.mktemp("images"))
+    gvisor = "gvisor" if request.config.getoption("--on-kubernetes-gvisor") else ""
+    ground = Ground(cluster, place, gvisor_class=gvisor)
+    try:
+        options = {**FOLDERS, **ground.settings}
+        with serving(user=False, options=options, data=ground.volume / "d") as server, server.client.sandbox() as box:
+            _KEPT[server.pid] = {None: box}
+            for network in ("none", "allowlist"):
+                _KEPT[server.pid][network] = server.client.sandbox(network=network)
+            yield server
+    finally:
+        ground.remove()
+
+
+@pytest.fixture(scope="session")
 def microvm_networks(microvm_server: Server) -> None:
     """One more machine, which attacks on that network share."""
     _KEPT[microvm_server.pid]["allowlist"] = microvm_server.client.sandbox(provider="microvm", network="allowlist")
 
 
+@pytest.fixture(scope="session")
+def microvm_neighbour(microvm_server: Server) -> Sandbox:
+    """One more machine, which nobody ends or limits."""
+    return microvm_server.client.sandbox(provider="microvm", network="none")
+
+
 _KEPT: dict[int, dict[str | None, Sandbox]] = {}
 """The sandbox that attackers share where to start one takes longer than an attack, by its server."""
-_NEIGHBOURS: dict[tuple[int, str], list[Sandbox]] = {}
-"""Further virtual machines that attackers share, by their server and their options: nobody ends or limits them."""
-_MOST_NEIGHBOURS = 2
-
 Spawn = Callable[[str, Path], subprocess.Popen[str]]
 
 
@@ -289,10 +317,20 @@ def _spawning(*, user: bool) -> Iterator[Spawn]:
 class Attacker:
     """Somebody who controls what runs in one sandbox, and what the test knows of the host."""
 
-    def __init__(self, setting: str, server: Server, host: Host, *, sharing: bool, own: bool):
+    def __init__(
+        self,
+        setting: str,
+        server: Server,
+        host: Host,
+        *,
+        sharing: bool,
+        own: bool,
+        neighbour: Callable[[], Sandbox] | None,
+    ):
         self.setting = setting
         self._sharing = sharing
         self._own = own
+        self._neighbour = neighbour
         self.sealed = setting != "process"
         self.in_folder = setting.endswith("in a folder")
         self.on_image = setting.endswith("on an image")
@@ -323,7 +361,7 @@ class Attacker:
 
     def _kept(self) -> Sandbox | None:
         """The sandbox that attackers of a slow provider share; of virtual machines, one for each network."""
-        if self._own or (self.network is not None and self.setting != "microvm"):
+        if self._own or (self.network is not None and self.setting not in ("microvm", *ON_PODS)):
             return None
         kept = _KEPT.get(self.server.pid, {}).get(self.network)
         if kept is not None:
@@ -331,20 +369,12 @@ class Attacker:
         return kept
 
     def another(self, context_id: str | None = None, **options: Any) -> Sandbox:
-        """One more sandbox of the same kind on the same server, which no test before has ended. Of virtual machines
-        without an own context, two are kept for all attackers.
+        """One more sandbox of the same kind on the same server, which lives on: attackers in virtual machines share it,
+        if it needs nothing of its own.
         """
-        if self.setting != "microvm" or context_id is not None:
+        if self._neighbour is None or self.network not in (None, "none") or context_id is not None or options:
             return self.new(context_id, **options)
-        there = _NEIGHBOURS.setdefault((self.server.pid, f"{self.network}{sorted(options.items())}"), [])
-        there[:] = [box for box in there if box.info().state is State.RUNNING]
-        found = next((box for box in there if box not in self._shared), None)
-        if found is None:
-            found = self.new(**options)
-            if len(there) == _MOST_NEIGHBOURS:
-                return found
-            self._opened.remove(found)
-            there.append(found)
+        found, self._neighbour = self._neighbour(), None
         self._shared.append(found)
         return found
 
@@ -457,7 +487,7 @@ def stock(server: Server, request: pytest.FixtureRequest) -> str:
     return IMAGE
 
 
-_SERVERS = {"root in Docker": "docker_server", "process": "user_server"}
+_SERVERS = {"root in Docker": "docker_server", "process": "user_server", **dict.fromkeys(ON_PODS, "pods_server")}
 
 
 def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
@@ -465,13 +495,22 @@ def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Itera
     on_image = setting.endswith("on an image")
     own = request.config.getoption("--on-image") or request.module.__name__.endswith(NOT_SHARED)
     own = own or request.function.__name__ == "test_bound_sockets"  # other attacks leave ended connections
-    attacker = Attacker(setting, server, host, sharing=(on_image or setting == "root in Docker") and not own, own=own)
+    sharing = (on_image or setting == "root in Docker") and not own
+    neighbour = (lambda: request.getfixturevalue("microvm_neighbour")) if setting == "microvm" else None
+    attacker = Attacker(setting, server, host, sharing=sharing, own=own, neighbour=neighbour)
     if on_image:
         stock(server, request)
     try:
         yield attacker
     finally:
         attacker.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """An emulated machine needs many times as long, and there is no figure in these tests."""
+    if config.getoption("--on-microvm"):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(1800))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -491,6 +530,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         more = ["microvm"]
     if metafunc.config.getoption("--on-docker"):
         more = ["root in Docker"]
+    for name in ON_PODS:
+        if metafunc.config.getoption(f"--on-{name}"):
+            more = [name]
     attack = metafunc.function.__name__
     needed = NEEDED.get(metafunc.module.__name__.rpartition(".")[2])
     more = [
@@ -505,12 +547,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             kinds = ["root", "user", *(kinds[:1] if metafunc.module.__name__.endswith(MASKS_ON_IMAGE) else [])]
         if metafunc.config.getoption("--on-docker"):
             kinds = ["root in Docker"]
-        if metafunc.config.getoption("--on-gvisor") or metafunc.config.getoption("--on-microvm"):
+        if any(metafunc.config.getoption(f"--on-{place}") for place in ("gvisor", "microvm", *ON_PODS)):
             kinds = []
         metafunc.parametrize("hold", kinds, indirect=True, scope="module")
     for name, settings in {"attacker": ["root", "user"], "compared": ["root", "user", "process"]}.items():
         if name in metafunc.fixturenames:
-            places = ("image", "gvisor", "microvm", "docker")
+            places = ("image", "gvisor", "microvm", "docker", *ON_PODS)
             elsewhere = any(metafunc.config.getoption(f"--on-{place}") for place in places)
             own = settings[2:] if elsewhere else settings
             metafunc.parametrize(name, [*own, *more], indirect=True)

@@ -13,7 +13,7 @@ from carrel.providers import groups
 @pytest.fixture
 def victim(attacker):
     """A neighbour on the same server with a secret in every place it has."""
-    box = attacker.another(env={"VICTIM": attacker.host.token})
+    box = attacker.another()
     token = attacker.host.token
     box.files.write("secret", token)
     box.commands.run(
@@ -161,7 +161,7 @@ def test_shared_memory(compared):
 def test_shared_memory_of_the_next(attacker):
     """Leave shared memory for the sandbox that comes next."""
     key = str(0x42000000 + attacker.host.tcp)
-    first = attacker.another()
+    first = attacker.new()
     assert first.commands.run(["python3", "-c", SHARE, key, "make"]).stdout == "made\n"
     first.terminate()
     assert attacker.box.commands.run(["python3", "-c", SHARE, key, "read"]).stdout == "none\n"
@@ -219,7 +219,7 @@ def _argument(path):
 
 def test_leave_a_program_for_the_next(attacker):
     """Have the next sandbox run a program of ours by its `PATH` or its home."""
-    first = attacker.another()
+    first = attacker.new()
     first.commands.run(
         "mkdir -p ~/bin ~/.local/bin; for p in ~/bin/ls ~/.local/bin/ls /tmp/ls ./ls; do echo 'echo evil' > $p; chmod +x $p; done; echo 'echo evil' > ~/.profile; echo 'echo evil' > ~/.bashrc",
         check=True,
@@ -242,7 +242,7 @@ def test_path_has_no_workspace(attacker):
 
 def test_modified_root(attacker):
     """Change the root that the next sandbox starts from."""
-    first = attacker.another()
+    first = attacker.new()
     first.commands.run(
         "for d in / /etc /usr /usr/bin /var /var/lib /root /home /run /opt /dev /proc; do touch $d/evil; done 2>/dev/null"
     )

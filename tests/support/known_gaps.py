@@ -14,7 +14,6 @@ _ON_KUBERNETES = {
     Capability.IMAGE_BUILDS: "images are built with the provider `namespace`",
     Capability.LIMIT_PROCESSES: "Kubernetes has no such limit for a pod; the kubelet has one for all (`podPidsLimit`)",
     Capability.MASKS: "a pod that keeps to `restricted` cannot mount anything over its programs",
-    Capability.NETWORK_ALLOWLIST: "the egress proxy of the server is not reached from a pod yet",
     Capability.NETWORK_BRIDGE: "network policies let nothing out of a pod",
     Capability.NETWORK_HOST: "network policies let nothing out of a pod",
 }
@@ -106,10 +105,12 @@ ATTACKED: dict[str, tuple[str, ...]] = {
     ),
     "gvisor": ("test_host_files", "test_secrets"),
     "microvm": (),
+    "kubernetes": (),
+    "kubernetes-gvisor": (),
 }
 """Modules of `tests/security` whose attacks are made in a provider in every run of the tests. In `namespace` all are;
-in gVisor all are with `--on-gvisor`, in virtual machines with `--on-microvm`, in Docker with `--on-docker`, but for
-`MASKED` and what `NEEDED` says. In the others none are.
+in gVisor all are with `--on-gvisor`, in virtual machines with `--on-microvm`, in Docker with `--on-docker`, in pods with
+`--on-kubernetes` and `--on-kubernetes-gvisor`, but for `MASKED` and what `NEEDED` says.
 """
 MASKED = ("test_masks", "test_masks_stay", "test_readonly")
 """Modules that hold masked sandboxes of `namespace` and Docker themselves. In gVisor and virtual machines masks are
@@ -136,6 +137,8 @@ _NOT_SHOWN = "gVisor does not show these options of mounts; it enforces them"
 _NO_FILTER = "there is no filter inside; gVisor's kernel has one of its own on the host"
 NOT_JUDGED: dict[str, dict[str, str]] = {
     "namespace": {},
+    "kubernetes": {},
+    "kubernetes-gvisor": {},
     "docker": {
         "test_mounts_show_no_data_directory": "the list of mounts shows the path of the sandbox's own control directory",
         "test_same_user_on_the_host": "all agents have one user id on the host",

@@ -76,7 +76,7 @@ def create_app(
         max_body=plane.settings.max_body,
         hosts=hosts,
         ports=plane.ports,
-        visits=PortVisits(plane.settings.ports.domain_name, plane.settings.ports.scheme),
+        visits=_visits(plane),
         forwarding=forwarding,
         tracing=plane.tracing,
         others=plane.others,
@@ -88,6 +88,16 @@ def create_app(
 
     access = SandboxAccess(plane.e2b_key, plane.tokens if authenticated else None)
     return E2bFront(gate, access, plane.settings.e2b.domain, hosts, running)
+
+
+def _visits(plane: ControlPlane) -> PortVisits:
+    """Return what recognizes requests to ports: E2B's clients use the hosts of their own domain for them too."""
+    settings = plane.settings
+    domains = {} if settings.e2b.domain is None else {settings.e2b.domain.partition(":")[0]: "https"}
+    others = frozenset({"api", "sandbox"} if domains else ())
+    if settings.ports.domain_name is not None:
+        domains[settings.ports.domain_name] = settings.ports.scheme
+    return PortVisits(domains, others)
 
 
 _FIRST = (commands, sandboxes, attached, approvals, policies, secrets, host)

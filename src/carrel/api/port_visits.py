@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from urllib.parse import parse_qsl, quote, unquote
@@ -56,13 +57,13 @@ class PortVisit:
 
 
 class PortVisits:
-    """Recognizes visits. `domain` is the domain for ports, None without one, and `scheme` that of its URLs: a proxy in
-    front of this server may speak TLS for it.
+    """Recognizes visits. `domains` are the domains whose hosts are ports, with the schemes of their URLs: a proxy in
+    front of this server may speak TLS for them. `others` are labels below them that are no ports.
     """
 
-    def __init__(self, domain: str | None, scheme: str):
-        self._scheme = scheme
-        self._suffix = None if domain is None else f".{domain}"
+    def __init__(self, domains: Mapping[str, str], others: frozenset[str]):
+        self._domains = domains
+        self._others = others
 
     def recognize(self, scope: Scope, *, forwarded: bool) -> PortVisit | None:
         """Return the visit of a request, and change its scope; None for any other request. `forwarded`: another server
@@ -71,8 +72,9 @@ class PortVisits:
         raw: bytes = scope.get("raw_path") or scope["path"].encode()
         given: list[tuple[bytes, bytes]] = scope["headers"]
         host = next((value for name, value in given if name == b"host"), b"").decode("latin-1").strip().lower()
-        if not forwarded and self._suffix is not None and _name(host).endswith(self._suffix):
-            visit = self._by_host(scope, raw, host, _name(host).removesuffix(self._suffix))
+        label, _, domain = _name(host).partition(".")
+        if not forwarded and self._is_below(_name(host)) and not (domain in self._domains and label in self._others):
+            visit = self._by_host(scope, raw, host, label, domain)
         elif (found := _PATH.fullmatch(raw)) is not None:
             visit = _by_path(scope, found, host)
         else:
@@ -91,14 +93,17 @@ class PortVisits:
         scope[VISIT] = visit
         return visit
 
-    def _by_host(self, scope: Scope, raw: bytes, host: str, label: str) -> PortVisit:
-        found = _LABEL.fullmatch(label)
+    def _is_below(self, name: str) -> bool:
+        return any(name.endswith(f".{domain}") for domain in self._domains)
+
+    def _by_host(self, scope: Scope, raw: bytes, host: str, label: str, domain: str) -> PortVisit:
+        found = _LABEL.fullmatch(label) if domain in self._domains else None
         if found is None or int(found[1]) > 65_535:
             raise InvalidRequest(
                 "this host names no port of a sandbox", field="Host", hint="it has the form 8000-ID.DOMAIN"
             )
         target = raw if raw.startswith(b"/") else b"/"
-        return PortVisit(found[2], int(found[1]), _with_query(target, scope), True, host, self._scheme, "")
+        return PortVisit(found[2], int(found[1]), _with_query(target, scope), True, host, self._domains[domain], "")
 
 
 def _by_path(scope: Scope, found: re.Match[bytes], host: str) -> PortVisit:

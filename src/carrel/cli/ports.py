@@ -94,7 +94,4 @@ def _forward(context: str, port: int, local: str, wait: float | None) -> None:
     def listening(address: str) -> None:
         note(f"carrel: {address} leads to port {port} of '{context}'; Ctrl-C ends it")
 
-    try:
-        asyncio.run(forward(context, port, host.strip("[]") or "127.0.0.1", int(number), wait, listening, note))
-    except KeyboardInterrupt:
-        return
+    asyncio.run(forward(context, port, host.strip("[]") or "127.0.0.1", int(number), wait, listening, note))

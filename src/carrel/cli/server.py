@@ -9,6 +9,7 @@ import typer
 
 from carrel.cli import options
 from carrel.cli.connecting import connected
+from carrel.cli.failures import note
 from carrel.cli.printing import coloured, plain, print_json, print_table
 from carrel.primitives.imports import importing
 
@@ -106,6 +107,8 @@ def doctor(
         print_json(report)
     else:
         _show(report)
+        if not server:
+            note("\nA server started here, with the settings of this shell, finds this. To ask one that runs: --server")
     isolating = any(provider.available and provider.isolation_level > 0 for provider in report.providers)
     raise typer.Exit(0 if isolating else 1)
 

@@ -22,7 +22,7 @@ _HEAD = 5
 _HIGH_WATER = 256 * 1024
 
 
-class Kind(IntEnum):
+class RelayMessage(IntEnum):
     """The kinds of messages."""
 
     BEGIN = 1
@@ -30,36 +30,36 @@ class Kind(IntEnum):
     END = 3
 
 
-def message(kind: Kind, number: int = 0) -> bytes:
+def message(kind: RelayMessage, number: int = 0) -> bytes:
     """Return the head of a message."""
     return bytes((kind,)) + number.to_bytes(_HEAD - 1, "big")
 
 
-class Reader:
+class RelayReader:
     """Takes messages apart, in whatever pieces they come. The bytes of `DATA` are passed on as they come."""
 
     def __init__(self) -> None:
         self._head = bytearray()
         self._left = 0
 
-    def read(self, data: bytes) -> list[tuple[Kind, int | bytes]]:
+    def read(self, data: bytes) -> list[tuple[RelayMessage, int | bytes]]:
         """Return what has come: `BEGIN` with its number, `DATA` with bytes, `END`. Raises `ValueError`."""
-        found: list[tuple[Kind, int | bytes]] = []
+        found: list[tuple[RelayMessage, int | bytes]] = []
         at = 0
         while at < len(data):
             if self._left:
                 part = data[at : at + self._left]
                 self._left -= len(part)
                 at += len(part)
-                found.append((Kind.DATA, part))
+                found.append((RelayMessage.DATA, part))
                 continue
             part = data[at : at + _HEAD - len(self._head)]
             self._head += part
             at += len(part)
             if len(self._head) == _HEAD:
-                kind, number = Kind(self._head[0]), int.from_bytes(self._head[1:], "big")
+                kind, number = RelayMessage(self._head[0]), int.from_bytes(self._head[1:], "big")
                 self._head.clear()
-                if kind is Kind.DATA:
+                if kind is RelayMessage.DATA:
                     self._left = number
                 else:
                     found.append((kind, number))
@@ -86,7 +86,7 @@ class RelayLine(asyncio.Protocol):
         """`begins`: streams begin on this side."""
         self._owner = owner
         self._begins = begins
-        self._reader = Reader()
+        self._reader = RelayReader()
         self._transport: asyncio.Transport | None = None
         self._local: _Local | None = None
         self._over: asyncio.Future[None] | None = None
@@ -113,7 +113,7 @@ class RelayLine(asyncio.Protocol):
         """Begin a stream. Call `carry` next."""
         assert self._begins and self.is_idle
         self._open()
-        self._write(message(Kind.BEGIN, min(waiting, MOST_WAITING)))
+        self._write(message(RelayMessage.BEGIN, min(waiting, MOST_WAITING)))
 
     async def carry(self, connect: Callable[[Callable[[], asyncio.Protocol]], Awaitable[object]]) -> None:
         """Carry a stream until it has ended. `connect` makes the local connection with a protocol. A failure ends the
@@ -153,8 +153,8 @@ class RelayLine(asyncio.Protocol):
         except ValueError:
             self.abort()
 
-    def _take(self, kind: Kind, what: int | bytes) -> None:
-        if kind is Kind.BEGIN and isinstance(what, int):
+    def _take(self, kind: RelayMessage, what: int | bytes) -> None:
+        if kind is RelayMessage.BEGIN and isinstance(what, int):
             if self._begins or not self.is_idle or what > MOST_WAITING:
                 raise ValueError("a stream cannot begin now")
             self._open()
@@ -167,7 +167,7 @@ class RelayLine(asyncio.Protocol):
             else:
                 self._early.append(what)
                 self._pause()
-        elif kind is Kind.END:
+        elif kind is RelayMessage.END:
             self._got_end = True
             if self._local is not None:
                 self._local.end()
@@ -216,13 +216,13 @@ class RelayLine(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         """Send bytes of the local connection."""
         if self._transport is not None and not self._sent_end:
-            self._transport.writelines((message(Kind.DATA, len(data)), data))
+            self._transport.writelines((message(RelayMessage.DATA, len(data)), data))
 
     def send_end(self) -> None:
         """Say that no more bytes follow."""
         if not self._sent_end:
             self._sent_end = True
-            self._write(message(Kind.END))
+            self._write(message(RelayMessage.END))
             self._end_stream()
 
     def leave(self) -> None:

@@ -44,6 +44,8 @@ class JobFacts:
     """The fence of the claim: the sandbox is asked by it whether the work began."""
     tries: int = 0
     """Retries that were used."""
+    failed_starts: int = 0
+    """How often its sandbox failed to start in a row."""
     step: int = 0
     """Steps before the work that are done: a person may have been asked for each."""
     operation: str | None = None

@@ -29,7 +29,7 @@ from carrel.supervisor.load import SandboxLoad, measure
 from carrel.supervisor.loop import InheritedLoop
 from carrel.supervisor.mcp_servers import McpServerRoutes
 from carrel.supervisor.no_network import refuse_all
-from carrel.supervisor.ports import InnerPorts
+from carrel.supervisor.ports import SandboxPorts
 from carrel.supervisor.produced import ProducedFiles
 from carrel.supervisor.python.calls import SYSTEM_PYTHON, Python, put_files
 from carrel.supervisor.python.cells import CodeContexts
@@ -94,7 +94,7 @@ class Supervisor:
         self.contexts = CodeContexts(self.commands, self.python, self._release)
         self._secrets = SandboxSecrets()
         self._mcp_servers = McpServerRoutes(self.commands, self._order, self._release, self._secrets.variable)
-        self._ports = InnerPorts()
+        self._ports = SandboxPorts()
         self._reset = Reset(self.commands, self.contexts, self.python, self._load)
         self._started = time.monotonic()
         self._directory = -1
@@ -213,7 +213,12 @@ class Supervisor:
         name = body.get("id")
         if name is not None and not (isinstance(name, str) and _OWN_ID.fullmatch(name)):
             raise InvalidRequest("'id' must be a 'k' and 7 to 63 letters, digits, '_', '-'", field="id")
-        merged = {**self._env, **env}
+        secrets = body.get("secret_variables") or {}
+        if not isinstance(secrets, dict) or not all(isinstance(each, str) for each in (*secrets, *secrets.values())):
+            raise InvalidRequest("'secret_variables' must map variables to names of secrets", field="secret_variables")
+        if any(not each or "=" in each for each in secrets):
+            raise InvalidRequest("'secret_variables' has a name that is empty or has a '='", field="secret_variables")
+        merged = {**self._env, **env, **{each: self._secrets.variable(secrets[each]) for each in secrets}}
         heartbeat = None if name is None else f"{_HEARTBEATS}{name}"
         if heartbeat is not None:
             merged["CARREL_HEARTBEAT"] = heartbeat

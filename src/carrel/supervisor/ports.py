@@ -30,7 +30,7 @@ _POLL_S, _LONGEST_POLL_S = 0.05, 0.5
 _LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
 
 
-class InnerPorts:
+class SandboxPorts:
     """The ports of one sandbox."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class InnerPorts:
     async def _stream(self, request: HttpRequest) -> HttpResponse:
         port = _port(request.args[0])
         if port in self._reserved:
-            raise PortNotOpen(f"port {port} is one of carrel's own in the sandbox", port=port)
+            raise PortNotOpen(f"port {port} is one of carrel's own in the sandbox", hint="use another port", port=port)
         if self._open >= MOST_OPEN:
             raise LimitExceeded(
                 f"more than {MOST_OPEN} connections to ports of this sandbox", hint="wait until some of them end"

@@ -44,9 +44,11 @@ class Refused(Exception):
     @property
     def text(self) -> str:
         """What happened and what to do, for a person or an agent."""
-        hint, approval = self.problem.get("hint"), self.problem.get("approval")
-        said = f"{self.problem.get('title')}: {self.problem.get('detail')}" + (f" ({hint})" if hint else "")
-        return f"{said} [approval {approval}]" if approval else said
+        said = f"{self.problem.get('title')}: {self.problem.get('detail')}"
+        if hint := self.problem.get("hint"):
+            said += f" ({hint})"
+        more = [f"{name} {self.problem[name]}" for name in ("rule", "approval") if self.problem.get(name)]
+        return f"{said} [{', '.join(more)}]" if more else said
 
 
 @dataclass(slots=True)
@@ -110,8 +112,11 @@ class Inner:
             else:
                 parts.append(message.get("body", b""))
 
-        scope, receive = self._request(method, path, body, query, content, headers)
+        broken: list[Exception] = []
+        scope, receive = self._request(method, path, body, query, content, headers, broken)
         await self._app(scope, receive, send)
+        if broken:
+            raise broken[0]
         return _checked(InnerReply(found["status"], found["headers"], b"".join(parts)))
 
     @asynccontextmanager
@@ -125,7 +130,7 @@ class Inner:
     ) -> AsyncIterator[InnerStream]:
         """Make a request whose answer is a stream; it ends with the block."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue(_WAITING)
-        scope, receive = self._request(method, path, body, query, None, None)
+        scope, receive = self._request(method, path, body, query, None, None, [])
 
         async def serve() -> None:
             try:
@@ -162,6 +167,7 @@ class Inner:
         query: Mapping[str, object] | None,
         content: AsyncIterator[bytes] | bytes | None,
         headers: Mapping[str, str] | None,
+        broken: list[Exception],
     ) -> tuple[Scope, Receive]:
         given = [(b"host", b"localhost"), (b"carrel-wait", b"%d" % WAIT_S)]
         given += [(name, value) for name, value in self._scope["headers"] if name in _PASSED]
@@ -184,9 +190,10 @@ class Inner:
             "headers": given,
             IDENTIFIED: self.identity,
         }
-        return scope, self._body(content)
+        return scope, self._body(content, broken)
 
-    def _body(self, content: AsyncIterator[bytes] | bytes | None) -> Receive:
+    def _body(self, content: AsyncIterator[bytes] | bytes | None, broken: list[Exception]) -> Receive:
+        """Return a `receive` for a body. If its content fails, the body breaks off, and `broken` gets the error."""
         ended = False
 
         async def receive() -> Message:
@@ -196,8 +203,12 @@ class Inner:
             if isinstance(content, bytes) or content is None:
                 ended = True
                 return {"type": "http.request", "body": content or b"", "more_body": False}
-            async for chunk in content:
-                return {"type": "http.request", "body": chunk, "more_body": True}
+            try:
+                async for chunk in content:
+                    return {"type": "http.request", "body": chunk, "more_body": True}
+            except Exception as error:
+                broken.append(error)
+                return {"type": "http.disconnect"}
             ended = True
             return {"type": "http.request", "body": b"", "more_body": False}
 

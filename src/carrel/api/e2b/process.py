@@ -198,6 +198,8 @@ async def _signal(box: Box, command: str, message: Json) -> None:
     signal = _SIGNALS.get(str(message.get("signal")))
     if signal is None:
         raise Failure(400, f"the signal is one of {', '.join(_SIGNALS)}")
+    if not (await box.ask("GET", f"/commands/{command}")).json()["running"]:
+        raise Failure(404, "the process has ended", "not_found")
     await box.ask("POST", f"/commands/{command}/signal", {"signal": signal, "tree": signal == "KILL"})
 
 

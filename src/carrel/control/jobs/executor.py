@@ -16,6 +16,8 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
+from pydantic import Field
+
 from carrel.control.governance.redaction import clean_info
 from carrel.control.mcp.servers import McpServers
 from carrel.control.operations.call import Traffic
@@ -437,16 +439,23 @@ class SandboxExecutor:
         yield StreamChunk("end", json.dumps({name: getattr(end, name) for name in End.__slots__}).encode())
 
 
+class JobCommand(CommandRequest):
+    """The command of a job, with the names of secrets that the supervisor puts into variables."""
+
+    secret_variables: dict[str, str] = Field(default_factory=dict)
+
+
 def _command_of(work: Work) -> CommandRequest:
     request = work.request
     command = request.command
     if request.python is not None:
         command = ["python3", "-c", request.python.code, *request.python.args]
     assert command is not None
-    return CommandRequest(
+    return JobCommand(
         command=command,
         cwd=request.cwd,
         env=request.env,
+        secret_variables=request.secret_variables,
         stdin=request.stdin,
         output_limit=request.output_limit,
         # Left out, it is what the policy allows at most; the runner ends it after `run_s` in any case.

@@ -36,7 +36,7 @@ from carrel.errors import (
     Unauthorized,
 )
 from carrel.identity import ROOT, Tokens
-from carrel.metrics import Metrics
+from carrel.metrics import JobUse, Metrics
 from carrel.models import JobRequest, JobState, JobWorkspace
 from carrel.primitives import tasks
 from carrel.primitives.backoff import Backoff
@@ -55,6 +55,8 @@ GATHER_S = 0.005
 """While many jobs run, so long others may end too before new ones are claimed."""
 AGAIN_S = 2.0
 """The pause of a job that could not start for want of room, or because its sandbox was just ending."""
+MOST_FAILED_STARTS = 2
+"""After so many failed starts of its sandbox the next one ends the attempt: nothing of the work has run until then."""
 RECENT_S = 60.0
 MOST_HELD = 4 * 1024 * 1024
 """When this many bytes of a job's output are in memory, they are written before more is read."""
@@ -404,10 +406,17 @@ class JobRunner:
             await self._leave(run, self._put_back(reason=error.detail, pause_s=AGAIN_S))
             asyncio.get_running_loop().call_later(AGAIN_S, self.wake)
             return
-        except PlatformError:
-            if self._closing and not work.begun:
+        except PlatformError as error:
+            if work.begun:
+                raise
+            if self._closing:
                 return
-            raise
+            if work.record.facts.failed_starts >= MOST_FAILED_STARTS:
+                raise
+            reason = f"its sandbox did not start, and is tried again: {error.detail}"
+            await self._leave(run, self._put_back(reason=reason, pause_s=AGAIN_S, failed_start=True))
+            asyncio.get_running_loop().call_later(AGAIN_S, self.wake)
+            return
         if run.stop is not None and not work.begun:
             await self._finish(run, run.stop)
             return
@@ -433,8 +442,14 @@ class JobRunner:
             ttl_s=self._settings.ttl_s,
         )
 
-    def _put_back(self, reason: str, pause_s: float) -> Decide:
-        return partial(lifecycle.put_back, reason=reason, pause_s=pause_s, ttl_s=self._settings.ttl_s)
+    def _put_back(self, reason: str, pause_s: float, *, failed_start: bool = False) -> Decide:
+        return partial(
+            lifecycle.put_back,
+            reason=reason,
+            pause_s=pause_s,
+            ttl_s=self._settings.ttl_s,
+            failed_start=failed_start,
+        )
 
     async def _leave(self, run: _Run, decide: Decide) -> None:
         """Give the job back to the queue, or let it wait for a person."""
@@ -655,7 +670,10 @@ class JobRunner:
             "running": facts.running_ms,
             "archiving": facts.archiving_ms,
         }
-        self._metrics.job_attempt_ended(state, exit, run.work.request.template or "", phases, facts.cpu_seconds)
+        request = run.work.request
+        brought = (len(request.stdin or ""), *(3 * len(text) // 4 for text in request.files.values()))
+        used = JobUse(facts.cpu_seconds, facts.memory_peak, sum(brought), facts.output)
+        self._metrics.job_attempt_ended(state, exit, request.template or "", phases, used)
 
     def _has_results(self, run: _Run) -> bool:
         request = run.work.request

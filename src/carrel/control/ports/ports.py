@@ -210,11 +210,11 @@ class Ports:
         except NotFound:
             raise NotRunning("this sandbox has ended", field="id") from None
 
-    def _counted(self, box: LiveSandbox) -> _OpenConnection:
-        return _OpenConnection(self._open, box.instance)
+    def _counted(self, box: LiveSandbox) -> _PortPlace:
+        return _PortPlace(self._open, box.instance)
 
 
-class _OpenConnection:
+class _PortPlace:
     """One of the connections that a sandbox may have."""
 
     def __init__(self, open_: dict[str, int], instance: str):

@@ -34,6 +34,7 @@ from carrel.providers.kubernetes.manifests import PodRequest
 from carrel.providers.kubernetes.options import KubernetesOptions
 from carrel.providers.kubernetes.pods import StartedPod
 from carrel.providers.kubernetes.slot_directories import SlotDirectories, is_small
+from carrel.providers.kubernetes.volume_growth import GI, VolumeGrowth
 from carrel.providers.kubernetes.warm_pools import WarmPools, claimed_pod
 from carrel.providers.links import RemoteAddress, RemoteLink, SupervisorLink
 from carrel.providers.remote import give_facts
@@ -96,6 +97,7 @@ class KubernetesProvider(Provider):
         self._waiting: dict[str, _Waiting] = {}
         self._claimed: dict[str, str] = {}
         self._pools: WarmPools | None = None
+        self._growing: asyncio.Task[None] | None = None
         self._probed: tuple[float, str | None] = (-PROBED_FOR_S, None)
 
     # what the cluster can do
@@ -155,6 +157,18 @@ class KubernetesProvider(Provider):
                 Capability.SURVIVES_RESTART,
             }
         )
+
+    async def warm(self) -> None:
+        # Both providers of a server have one volume: one of them looks after it.
+        looks = self._options.volume_max_gb and not self._runtime_class and self._growing is None
+        if looks and await asyncio.to_thread(self.missing) is None:
+            self._growing = asyncio.ensure_future(self.volume_growth().run())
+
+    def volume_growth(self) -> VolumeGrowth:
+        """Return what lets the claim of the shared volume grow."""
+        options = self._options
+        path = f"/api/v1/namespaces/{options.namespace}/persistentvolumeclaims/{options.volume_claim}"
+        return VolumeGrowth(self._open(), path, options.volume_directory, options.volume_max_gb * GI)
 
     # sandboxes
 
@@ -507,6 +521,7 @@ class KubernetesProvider(Provider):
             await self._discard(id)
         if self._pools is not None:
             await self._pools.close()
+        await tasks.cancel((self._growing,))
         await self._ways_out.close_all()
         await asyncio.to_thread(self._slots.close)
         if self._api is not None:

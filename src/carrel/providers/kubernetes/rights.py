@@ -7,7 +7,7 @@ from typing import Literal
 
 from carrel.providers.kubernetes.manifests import CORE, EXTENSIONS
 
-Need = Literal["always", "agent-sandbox", "warm pools"]
+Need = Literal["always", "agent-sandbox", "warm pools", "growing volume"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ RIGHTS = (
     Right(CORE, ("sandboxes",), ("list", "create", "delete"), "agent-sandbox"),
     Right(EXTENSIONS, ("sandboxtemplates", "sandboxwarmpools"), ("list", "create", "patch", "delete"), "warm pools"),
     Right(EXTENSIONS, ("sandboxclaims",), ("get", "list", "watch", "create", "delete"), "warm pools"),
+    Right("", ("persistentvolumeclaims",), ("get", "patch"), "growing volume"),
     Right("", ("services",), ("get",), name="kubernetes"),
 )
 
