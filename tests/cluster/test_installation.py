@@ -152,6 +152,9 @@ def test_a_server_used_no_right_that_it_does_not_have(installation) -> None:
 
 def test_uninstall_leaves_what_the_values_say(installation) -> None:
     installation.run_helm("uninstall", NAME, "--wait")
+    installation.cluster.kubectl(
+        "wait", "--for=delete", "pods", "-l", SERVER, "-n", installation.name, "--timeout=110s"
+    )
     left = installation.cluster.get("all,pvc,roles,rolebindings,networkpolicies,pdb", "-n", installation.name)["items"]
     assert [each["metadata"]["name"] for each in left if each["kind"] == "PersistentVolumeClaim"] == [
         "carrel-workspaces"
