@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from carrel.providers.base import Launch
 from carrel.providers.kubernetes.provider import KubernetesProvider
 from carrel.providers.kubernetes.rights import RIGHTS
@@ -16,18 +18,22 @@ async def used_once(provider: KubernetesProvider, launch: Launch) -> None:
     await provider.remove(handle)
 
 
-async def test_the_rights_of_the_table_are_those_that_are_used(grounds, cluster) -> None:
-    pooled = grounds(warm_pool=1)
-    harness = Harness(pooled.provider, workspaces_in(str(pooled.volume)))
+@pytest.fixture(scope="session")
+def watched(grounds):
+    return grounds(warm_pool=1)
+
+
+async def test_the_rights_of_the_table_are_those_that_are_used(watched, cluster) -> None:
+    harness = Harness(watched.provider, workspaces_in(str(watched.volume)))
     # A second object of the same server, as after a kill. It finds the pool of the first, and changes it.
-    both = (pooled.provider(), pooled.provider())
+    both = (watched.provider(), watched.provider())
     for each in both:
         assert await each.running() == []
     for each in both:
         await used_once(each, harness.launch(memory_mb=256))
     for each in both:
         await each.close()
-    without = pooled.with_options(warm_pool=0)
+    without = watched.with_options(warm_pool=0)
     for other in (without, without.with_options(agent_sandbox=False)):
         provider = other.provider()
         await used_once(provider, harness.launch(memory_mb=256))
@@ -36,7 +42,7 @@ async def test_the_rights_of_the_table_are_those_that_are_used(grounds, cluster)
     used = {
         (each["objectRef"].get("apiGroup", ""), each["objectRef"]["resource"], each["verb"])
         for each in cluster.audited()
-        if each["user"]["username"] == f"system:serviceaccount:{pooled.name}:carrel" and "objectRef" in each
+        if each["user"]["username"] == f"system:serviceaccount:{watched.name}:carrel" and "objectRef" in each
     }
     known = {(right.group, kind, verb) for right in RIGHTS for kind in right.resources for verb in right.verbs}
     assert used == known
