@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from tests.support.sandboxes import until
 from tests.support.worker_servers import ServerWithWorkers, server_with_workers
 from websockets.asyncio.client import connect
 
+from carrel.audit import verify
 from carrel.config import Settings, load
 from carrel.errors import InvalidRequest
 from carrel.server import serve
@@ -313,6 +315,47 @@ async def test_every_worker_knows_what_all_sandboxes_use(workers: list[httpx.Asy
     for box in boxes:
         assert (await workers[0].post(f"{box}/terminate")).status_code == 200
     assert (await memory(workers[1]))[1] == {}
+
+
+async def test_a_killed_writer_is_replaced_and_no_record_is_lost_or_written_twice(
+    server: ServerWithWorkers, workers: list[httpx.AsyncClient]
+) -> None:
+    boxes = [await started(workers[number], f"written-{number}") for number in range(2)]
+    answered = dict.fromkeys(boxes, 0)
+    killed = 0
+
+    async def work(box: str, client: httpx.AsyncClient) -> None:
+        while killed < 3 or answered[box] < 60:
+            answer = await client.post(f"{box}/commands", json={"command": "true"})
+            if answer.status_code == 200:
+                answered[box] += 1
+            else:  # it was not dispatched
+                assert answer.status_code == 503 and answer.json()["retry"] is True, answer.text
+
+    working = [asyncio.create_task(work(*pair)) for pair in zip(boxes, workers, strict=True)]
+    for count in range(3):
+        former, before = server.writer(), sum(answered.values())
+        await until(lambda before=before: sum(answered.values()) > before + 5, what="commands")
+        assert former is not None
+        os.kill(former, signal.SIGKILL)
+        await until(lambda former=former: server.writer() not in {None, former}, what="the next writer")
+        killed = count + 1
+    await asyncio.gather(*working)
+    key = (await workers[0].get("/v1/audit/key")).json()["key"]
+
+    async def whole() -> str | None:  # the ends of the last commands follow soon
+        exported = (await workers[0].get("/v1/audit/export")).content
+        verdict = verify(io.BytesIO(exported), keys=[key])
+        assert verdict.ok, verdict
+        return None if verdict.open else exported.decode()
+
+    exported = await until(whole, what="the ends of all commands")
+    for box in boxes:
+        chain = f'"chain":"context:{box.rpartition("/")[2]}"'
+        lines = [line for line in exported.splitlines() if chain in line and '"name":"run_command"' in line]
+        ends = [json.loads(line)["record"] for line in lines if '"type":"end"' in line]
+        assert sum(each["result"] == "ok" for each in ends) == answered[box]
+        assert len({each["ref"] for each in ends}) == len(ends), "no record is there twice"
 
 
 async def test_a_killed_worker_is_replaced_and_its_sandboxes_run_on(

@@ -54,6 +54,7 @@ log = logging.getLogger("carrel.server")
 _LOG_FORMAT = "%(asctime)s %(levelname)s {}%(name)s: %(message)s"
 _BEAT_S = 0.1
 """The time between two signs of life of a worker."""
+_WRITER_BEAT_S = 1.0
 _SWITCH_S = 0.0005
 """How long a thread of a worker may wait for the interpreter: it may have a lock that other workers wait for."""
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -547,7 +548,7 @@ def serve(settings: Settings, users: Path | None = None, starting: Sequence[int]
 
 def _serve_with_workers(settings: Settings, count: int) -> None:
     """Run a server of several processes: this one leads them."""
-    from carrel.control.nodes.workers import WorkerTable
+    from carrel.control.nodes.workers import Worker, WorkerTable
     from carrel.workers import Leader
 
     if settings.node_url is not None:
@@ -588,11 +589,19 @@ def _serve_with_workers(settings: Settings, count: int) -> None:
             facts = ServerFacts(url, listens_on, token, token_is_new, settings.data_dir, table.adopted())
             _announce(facts, settings)
 
+        def write() -> None:
+            import uvloop
+
+            for handler in logging.getLogger().handlers:
+                handler.setFormatter(logging.Formatter(_LOG_FORMAT.format("writer ")))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(_write(settings, table))
+
         try:
-            Leader(table, work).run(started)
+            Leader(table, work, None if _is_fleet(settings) else write).run(started)
         finally:
             _remove_record(settings)
-            for path in (_worker_locks(layout), f"{_worker_locks(layout)}-database"):
+            for path in (_worker_locks(layout), Worker.turns_of(_worker_locks(layout)), _writer_socket(layout)):
                 with suppress(OSError):
                     os.unlink(path)
 
@@ -612,6 +621,41 @@ def _import_for_workers() -> None:
 
 def _worker_locks(layout: Layout) -> str:
     return os.path.join(layout.run, "workers.lock")
+
+
+def _writer_socket(layout: Layout) -> str:
+    return os.path.join(layout.run, "writer.sock")
+
+
+def _is_fleet(settings: Settings) -> bool:
+    """Whether several servers share the database, which lets several processes write at the same time."""
+    return settings.database_url.startswith(FLEET_DATABASES)
+
+
+async def _write(settings: Settings, table: WorkerTable) -> None:
+    """Write the records of all workers until SIGTERM."""
+    from carrel.control.nodes.workers import Worker
+    from carrel.store.batch_writer import Writer
+    from carrel.store.database import Database, Workers
+
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    layout = Layout(settings.data_dir)
+    turns = Workers(Worker.turns_of(_worker_locks(layout)), table.workers, lambda _tables: None, writer=True)
+    async with AsyncExitStack() as stack:
+        database = await Database.open(settings.database_url, turns)
+        stack.push_async_callback(database.close)
+        writer = Writer(database)
+        stack.push_async_callback(writer.close)
+        await writer.listen(_writer_socket(layout))
+        table.beat(table.writer)
+        table.set_ready(table.writer, True)
+        stack.callback(table.set_ready, table.writer, False)
+        while not stop.is_set():
+            table.beat(table.writer)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_WRITER_BEAT_S):
+                    await stop.wait()
 
 
 async def _work(
@@ -640,13 +684,13 @@ async def _work(
         table,
         socket=os.path.join(layout.run, f"worker-{index}.sock"),
         locks=_worker_locks(layout),
+        writer="" if _is_fleet(settings) else _writer_socket(layout),
         alone=alone,
     )
     own: list[socket.socket] = []
     for_nodes: socket.socket | None = None
     # Where several servers share the database, others reach each worker by itself.
-    shared = settings.database_url.startswith(FLEET_DATABASES)
-    if shared and (for_nodes := _bind_for_nodes(settings, index)) is None:
+    if _is_fleet(settings) and (for_nodes := _bind_for_nodes(settings, index)) is None:
         own.append(_bind(settings.host, 0, "host", "port"))
     async with AsyncExitStack() as stack:
         if for_nodes is not None:

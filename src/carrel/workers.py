@@ -1,4 +1,5 @@
-"""The leader of a server with several workers: forks them, replaces those that die, and ends them in order.
+"""The leader of a server with several workers: forks them and the process that writes their records, replaces those
+that die, and ends them in order.
 
 It has the port and the lock of the data directory, and nothing else: no thread, no event loop, no control plane. It
 forks from a state in which everything is imported, so that a replacement works within a second. It reads nothing that
@@ -46,6 +47,7 @@ class _WorkerPlace:
     """A worker, or the gap until the next one is started in its place."""
 
     index: int
+    name: str
     pid: int = 0
     report: int = -1
     """Where the worker writes why it could not start."""
@@ -57,12 +59,15 @@ class _WorkerPlace:
 
 
 class Leader:
-    """Runs the workers of one server."""
+    """Runs the workers of one server, and the `writer` if they have one."""
 
-    def __init__(self, table: WorkerTable, work: Work):
+    def __init__(self, table: WorkerTable, work: Work, writer: Callable[[], None] | None):
         self._table = table
         self._work = work
-        self._places = [_WorkerPlace(index) for index in range(table.workers)]
+        self._writer = writer
+        self._workers = [_WorkerPlace(index, f"worker {index}") for index in range(table.workers)]
+        self._writers = [] if writer is None else [_WorkerPlace(table.writer, "the writer")]
+        self._places = [*self._writers, *self._workers]
         self._ending = False
         self._alone: _WorkerPlace | None = None
         """The worker that was started while no other ran, until it takes requests: others wait for it."""
@@ -78,8 +83,9 @@ class Leader:
         gc.freeze()  # keeps the memory that the workers share
         try:
             # The first cleans up what a former server left, before others work in the same directory.
-            self._start_and_wait(self._places[:1])
-            self._start_and_wait(self._places[1:])
+            self._start_and_wait(self._writers)
+            self._start_and_wait(self._workers[:1])
+            self._start_and_wait(self._workers[1:])
             if not self._ending:
                 started()
             while not self._ending:
@@ -100,7 +106,7 @@ class Leader:
                     raise self._why(place)
 
     def _start(self, place: _WorkerPlace) -> None:
-        alone = not any(each.pid for each in self._places)
+        alone = place in self._workers and not any(each.pid for each in self._workers)
         self._table.set_ready(place.index, False)
         place.report, write_end = os.pipe2(os.O_CLOEXEC)
         place.began = time.monotonic()
@@ -108,13 +114,13 @@ class Leader:
         sys.stdout.flush()
         pid = os.fork()
         if pid == 0:
-            self._in_child(place.index, alone, write_end, leader)
+            self._in_child(place, alone, write_end, leader)
         os.close(write_end)
         place.pid = pid
         if alone:
             self._alone = place
 
-    def _in_child(self, index: int, alone: bool, report: int, leader: int) -> NoReturn:
+    def _in_child(self, own: _WorkerPlace, alone: bool, report: int, leader: int) -> NoReturn:
         status = 1
         try:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # as if the server were killed: its sandboxes run on
@@ -126,14 +132,17 @@ class Leader:
             for place in self._places:
                 if place.report >= 0:
                     os.close(place.report)
-            self._work(index, alone)
+            if self._writer is not None and own in self._writers:
+                self._writer()
+            else:
+                self._work(own.index, alone)
             status = 0
         except CarrelError as error:
-            log.error("worker %d: %s", index, error)  # noqa: TRY400 - an error for people, without a traceback
+            log.error("%s: %s", own.name, error)  # noqa: TRY400 - an error for people, without a traceback
             with suppress(OSError):
                 os.write(report, json.dumps(error.problem()).encode()[:_MOST_REPORT])
         except BaseException:
-            log.exception("worker %d failed", index)
+            log.exception("%s failed", own.name)
         finally:
             logging.shutdown()
             os._exit(status)
@@ -142,7 +151,7 @@ class Leader:
         """Return why a worker could not be started."""
         with suppress(OSError, ValueError, TypeError, KeyError):
             return from_problem(json.loads(os.read(place.report, _MOST_REPORT)))
-        return PlatformError(f"worker {place.index} ended while it was started", hint="the log says why")
+        return PlatformError(f"{place.name} ended while it was started", hint="the log says why")
 
     # turns
 
@@ -173,14 +182,15 @@ class Leader:
         place.soon += 1
         place.due = time.monotonic() + pause
         if place.soon == 1:
-            log.warning("worker %d has died; another takes its place", place.index)
+            log.warning("%s has died; another takes its place", place.name)
         else:
-            words = "worker %d has died %d times soon after its start; the next one starts in %.1f s"
-            log.error(words, place.index, place.soon, pause)
+            words = "%s has died %d times soon after its start; the next one starts in %.1f s"
+            log.error(words, place.name, place.soon, pause)
 
     def _replace(self) -> None:
         for place in self._places:
-            if not place.pid and not self._ending and self._alone is None and place.due <= time.monotonic():
+            waits = self._alone is not None and place in self._workers
+            if not place.pid and not self._ending and not waits and place.due <= time.monotonic():
                 if place.report >= 0:
                     os.close(place.report)
                 self._start(place)
@@ -190,15 +200,15 @@ class Leader:
         for place in self._places:
             still = now - self._table.beaten(place.index)
             if place.pid and self._table.is_ready(place.index) and still > HUNG_S and now > self._patient_until:
-                log.error("worker %d has stood still for %.0f s and is killed", place.index, still)
+                log.error("%s has stood still for %.0f s and is killed", place.name, still)
                 os.kill(place.pid, signal.SIGKILL)
 
     # the end
 
     def _end(self) -> None:
-        """End the workers: the first one last, which ends what they share."""
+        """End the workers: the first one last, which ends what they share. The writer writes what they leave."""
         self._ending = True
-        for places in (self._places[1:], self._places[:1]):
+        for places in (self._workers[1:], self._workers[:1], self._writers):
             for place in places:
                 if place.pid:
                     os.kill(place.pid, signal.SIGTERM)

@@ -12,6 +12,7 @@ from tests.support.postgres import Postgres
 from carrel.audit import SigningKey
 from carrel.store import Database
 from carrel.store.audit import AuditStore
+from carrel.store.batches import BatchesHere
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -40,7 +41,7 @@ async def database(where: str) -> AsyncIterator[Database]:
 
 @pytest.fixture
 def store(database: Database) -> AuditStore:
-    return AuditStore(database)
+    return AuditStore(database, BatchesHere(database))
 
 
 @pytest.fixture(scope="session")

@@ -17,9 +17,10 @@ from sqlalchemy import text
 from tests.support.no_events import no_event
 
 from carrel.audit import AuditEntry, AuditLog, Ending, Filter, SigningKey, Verification, chain_of, server_chain, verify
-from carrel.errors import InvalidRequest, PlatformError
+from carrel.errors import DatabaseUnavailable, InvalidRequest, PlatformError
 from carrel.store import Database
 from carrel.store.audit import AuditStore
+from carrel.store.batches import Batch, BatchesHere
 
 CHAIN = chain_of("c")
 ENTRY = AuditEntry(CHAIN, "agent:a", "shell", "run_command", arguments={"command": "ls"})
@@ -182,15 +183,58 @@ async def test_heads_come_by_themselves(store: AuditStore, key: SigningKey) -> N
         assert [head[3] for head in heads] == [1, 1] and await store.unclean("n") == []
 
 
+class Unsure:
+    """Writes batches, but loses an answer: before it wrote, or after."""
+
+    def __init__(self, database: Database):
+        self._here = BatchesHere(database)
+        self.lose: str | None = None
+
+    async def write(self, batch: Batch) -> None:
+        lose, self.lose = self.lose, None
+        if lose != "before":
+            await self._here.write(batch)
+        if lose is not None:
+            raise DatabaseUnavailable("the answer was lost", retry=True)
+
+
+@pytest.mark.parametrize("lose", ["before", "after"])
+async def test_a_lost_answer_loses_no_record_and_writes_none_twice(
+    database: Database, key: SigningKey, lose: str
+) -> None:
+    unsure = Unsure(database)
+    store = AuditStore(database, unsure)
+    async with opened(store, key, flush_s=3600) as log:
+        first = await log.begin(ENTRY)
+        first.end(Ending("ok", 1.0))
+        unsure.lose = lose
+        with pytest.raises(DatabaseUnavailable) as caught:
+            await log.begin(ENTRY)
+        assert caught.value.extra["retry"] is True
+        (await log.begin(ENTRY)).end()
+        await log.flush()
+        await log.flush()
+        assert (await checked(log)).open == 0
+    found = [(body["type"], body.get("ref"), body.get("result")) for body in await bodies(store)]
+    wanted = [("begin", None, None), ("end", 1, "ok"), ("begin", None, None)]
+    if lose == "after":  # the one whose caller was told that it must not run was not dispatched
+        wanted += [("begin", None, None), ("end", 3, "cancelled"), ("end", 4, "ok")]
+    else:
+        wanted += [("end", 3, "ok")]
+    assert found == wanted
+
+
 async def test_what_a_killed_server_left_open_is_closed_and_told(where: str, store: AuditStore, tmp_path: Path) -> None:
     program = """
 import asyncio, os, sys
 from carrel.audit import AuditEntry, AuditLog, SigningKey, chain_of
 from carrel.store import Database
 from carrel.store.audit import AuditStore
+from carrel.store.batches import BatchesHere
 no_event = lambda *_: ()
 async def main():
-    log = AuditLog(AuditStore(await Database.open(sys.argv[1])), SigningKey.load(sys.argv[2]), "n", no_event, head_records=5)
+    database = await Database.open(sys.argv[1])
+    log = AuditLog(AuditStore(database, BatchesHere(database)), SigningKey.load(sys.argv[2]), "n", no_event, head_records=5)
     assert await log.open() == []
     slow = await log.begin(AuditEntry(chain_of("c"), "agent:a", "shell", "slow"))
     for number in range(9):
@@ -231,7 +275,7 @@ asyncio.run(main())
 
 async def test_a_chain_moves_with_its_session(where: str, key: SigningKey, tmp_path: Path) -> None:
     databases = [await Database.open(where), await Database.open(where)]
-    stores = [AuditStore(database) for database in databases]
+    stores = [AuditStore(database, BatchesHere(database)) for database in databases]
     other_key = SigningKey.load(str(tmp_path))
     try:
         async with opened(stores[0], key, "a") as first, opened(stores[1], other_key, "b") as second:
@@ -263,7 +307,7 @@ async def test_a_chain_moves_with_its_session(where: str, key: SigningKey, tmp_p
 
 async def test_what_a_server_left_open_is_found_though_another_wrote_to_the_chain(where: str, key: SigningKey) -> None:
     databases = [await Database.open(where), await Database.open(where)]
-    stores = [AuditStore(database) for database in databases]
+    stores = [AuditStore(database, BatchesHere(database)) for database in databases]
     try:
         async with opened(stores[1], key, "b") as other:
             killed = AuditLog(stores[0], key, "a", no_event)
@@ -290,8 +334,8 @@ async def test_two_servers_never_fork_a_chain(where: str, key: SigningKey) -> No
     databases = [await Database.open(where), await Database.open(where)]
     try:
         async with (
-            opened(AuditStore(databases[0]), key, "a", head_records=7) as first,
-            opened(AuditStore(databases[1]), key, "b", head_records=7) as second,
+            opened(AuditStore(databases[0], BatchesHere(databases[0])), key, "a", head_records=7) as first,
+            opened(AuditStore(databases[1], BatchesHere(databases[1])), key, "b", head_records=7) as second,
         ):
 
             async def work(log: AuditLog) -> None:

@@ -59,7 +59,7 @@ class Load:
                 try:
                     started = await box.commands.start(f"grep -qx {number} lines || echo {number} >> lines", id=id)
                 except CarrelError as error:
-                    if error.code != "conflict":
+                    if error.code != "already_exists":
                         raise
                     started = box.commands.get(id)  # an earlier attempt has started it
                 await started.wait()

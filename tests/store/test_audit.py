@@ -1,19 +1,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from carrel.errors import Conflict
 from carrel.models.events import EventDraft
 from carrel.store import Database
-from carrel.store.audit import AuditHead, AuditHold, AuditRow, AuditStore, AuditTip
+from carrel.store.audit import AuditHead, AuditHold, AuditStore
+from carrel.store.batch_writer import decoded, encoded
+from carrel.store.batches import AuditRow, BatchesHere
 
 
 @pytest.fixture
 def store(database: Database) -> AuditStore:
-    return AuditStore(database)
+    return AuditStore(database, BatchesHere(database))
 
 
 def record(chain: str, seq: int, type: str = "whole", ref: int | None = None, **changes: object) -> AuditRow:
@@ -28,21 +31,14 @@ def head(chain: str, seq: int, at: float = 0.0) -> AuditHead:
 async def put(
     store: AuditStore, *rows: AuditRow, heads: tuple[AuditHead, ...] = (), holds: tuple[AuditHold, ...] = ()
 ) -> None:
-    await store.append([], lambda _: (rows, heads, holds, []))
+    await store.append((rows, heads, holds, []))
 
 
 async def test_appending_knows_where_chains_end(store: AuditStore) -> None:
-    seen: list[Mapping[str, AuditTip]] = []
-
-    def build(
-        tips: Mapping[str, AuditTip],
-    ) -> tuple[list[AuditRow], list[AuditHead], list[AuditHold], list[EventDraft]]:
-        seen.append(tips)
-        return [record("a", tips["a"][0] + 1)], [], [], []
-
-    for _ in range(2):
-        await store.append(["a", "b"], build)
-    assert seen == [{"a": (0, b"", 0), "b": (0, b"", 0)}, {"a": (1, b"h1", 0), "b": (0, b"", 0)}]
+    assert await store.tips(["a", "b"]) == {"a": (0, b"", 0), "b": (0, b"", 0)}
+    await put(store, record("a", 1))
+    assert await store.tips(["a", "b"]) == {"a": (1, b"h1", 0), "b": (0, b"", 0)}
+    await put(store, record("a", 2))
     await put(store, heads=(head("a", 2), head("b", 7)))
     assert await store.tip("a") == (2, b"h2", 2)
     assert await store.tip("b") == (7, bytes.fromhex(f"{7:064x}"), 7), "pruned to nothing"
@@ -65,18 +61,49 @@ async def test_many_race_for_the_next_place(where: str) -> None:
         done = 0
         while done < 5:
             try:
-                await store.append(["a"], lambda tips: ([record("a", tips["a"][0] + 1)], [], [], []))
+                await put(store, record("a", (await store.tip("a"))[0] + 1))
                 done += 1
             except Conflict:
                 pass
 
     try:
-        stores = [AuditStore(database) for database in databases]
+        stores = [AuditStore(database, BatchesHere(database)) for database in databases]
         await asyncio.gather(*(work(store) for store in stores * 4))
         assert [seq for seq, _, _ in await stores[0].records("a", until=100, limit=100)] == list(range(1, 41))
     finally:
         for database in databases:
             await database.close()
+
+
+async def test_whether_a_batch_was_written(store: AuditStore) -> None:
+    mine, head_of_mine = ([record("a", 1), record("a", 2)], [], [], []), ([], [head("a", 2)], [], [])
+    assert not await store.has(mine) and not await store.has(head_of_mine)
+    await store.append(mine)
+    await store.append(head_of_mine)
+    assert await store.has(mine) and await store.has(head_of_mine)
+    another = (*record("a", 2)[:10], b"another", "body")
+    assert not await store.has(([another], [], [], [])), "somebody else has the place"
+    assert not await store.has(([], [], [("a", "n", 1, False)], [])), "it may be written again"
+
+
+names = st.text(max_size=20)
+rows = st.tuples(
+    names, st.integers(), st.floats(allow_nan=False), names, st.none() | st.integers(), *[names] * 4,
+    st.none() | names, st.binary(max_size=32), names,
+)  # fmt: skip
+drafts = st.builds(EventDraft, st.floats(allow_nan=False), names, st.none() | names, st.none() | names, names, names)
+
+
+@given(
+    st.lists(rows, max_size=3),
+    st.lists(drafts, max_size=3),
+    st.lists(st.tuples(names, names, st.integers(), st.booleans())),
+)
+def test_a_batch_travels_between_workers_as_it_is(
+    records: list[AuditRow], events: list[EventDraft], holds: list[AuditHold]
+) -> None:
+    batch = (records, [head("a", 1)], holds, events)
+    assert decoded(encoded(batch)) == batch
 
 
 async def test_reading_in_order(store: AuditStore) -> None:

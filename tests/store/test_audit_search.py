@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from carrel.store import Database
-from carrel.store.audit import AuditRow, AuditStore
+from carrel.store.audit import AuditStore
 from carrel.store.audit_search import WINDOW
+from carrel.store.batches import AuditRow, BatchesHere
 from carrel.store.cursors import encode_cursor
 
 
@@ -19,11 +20,11 @@ def record(seq: int, at: float, type: str = "whole", **values: str) -> AuditRow:
 
 @pytest.fixture
 def store(database: Database) -> AuditStore:
-    return AuditStore(database)
+    return AuditStore(database, BatchesHere(database))
 
 
 async def put(store: AuditStore, *rows: AuditRow) -> None:
-    await store.append([], lambda _: (rows, [], [], []))
+    await store.append((rows, [], [], []))
 
 
 async def seqs(store: AuditStore, equal: dict[str, str], **settings: object) -> tuple[list[int], str | None]:

@@ -20,6 +20,7 @@ from carrel.audit import AuditLog, Filter, SigningKey, chain_of
 from carrel.models import AuditKey, AuditPage, AuditPruned
 from carrel.store import Database
 from carrel.store.audit import AuditStore
+from carrel.store.batches import BatchesHere
 
 Moment = Annotated[datetime | None, Query()]
 
@@ -97,7 +98,7 @@ def auditing(directory: Path) -> Iterator[Auditing]:
 
     async def serve() -> None:
         database = await Database.open(str(directory / "audit.db"))
-        log = AuditLog(AuditStore(database), SigningKey.load(str(directory)), "n", no_event)
+        log = AuditLog(AuditStore(database, BatchesHere(database)), SigningKey.load(str(directory)), "n", no_event)
         await log.open()
         server = uvicorn.Server(uvicorn.Config(routes(log), log_level="error", lifespan="off"))
         made.append(Auditing(f"http://127.0.0.1:{listener.getsockname()[1]}", log, asyncio.get_running_loop()))

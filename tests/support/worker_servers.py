@@ -22,6 +22,7 @@ from tests.support.fork_server import Forked, start
 from carrel.config import Settings
 
 START_S = 90.0
+_WRITER = -1
 
 
 @dataclass
@@ -53,7 +54,14 @@ class ServerWithWorkers:
 
     def pids(self) -> dict[int, int]:
         """The processes of the workers, by their numbers: each has its Unix socket."""
-        found = {}
+        return {index: pid for index, pid in self._processes().items() if index != _WRITER}
+
+    def writer(self) -> int | None:
+        """The process that writes the records of all workers; None while it is replaced."""
+        return self._processes().get(_WRITER)
+
+    def _processes(self) -> dict[int, int]:
+        found: dict[int, int] = {}
         for child in psutil.Process(self.process.pid).children():
             try:
                 connections = child.net_connections("unix")
@@ -63,6 +71,8 @@ class ServerWithWorkers:
                 name = os.path.basename(connection.laddr or "")
                 if connection.status in {"LISTEN", "NONE"} and name.startswith("worker-"):
                     found.setdefault(int(name.removeprefix("worker-").removesuffix(".sock")), child.pid)
+                elif name == "writer.sock":
+                    found.setdefault(_WRITER, child.pid)
         return found
 
 

@@ -32,8 +32,8 @@ HEAD_S = 300.0
 FLUSH_S = 0.05
 """How long an end record may wait for others to share a transaction with."""
 MAX_BATCH = 2000
-FEW = 4
-"""The most records of a batch that is written on the event loop, where the database can do that."""
+FEW = 32
+"""The most records and heads that are computed on the event loop: more would delay others."""
 MAX_QUEUED = 50_000
 MAX_CHAIN = 200
 _MAX_CHAINS = 10_000
@@ -45,10 +45,14 @@ UNKNOWN = Ending("unknown", reason="the server ended")
 class LogStore(ExportStore, SearchStore, Protocol):
     """The methods of a store that the log needs; `store.audit.AuditStore` has and explains them."""
 
-    async def append(
-        self, unknown: Collection[str], build: Callable[[Mapping[str, Tip]], Batch], *, short: bool = False
-    ) -> None:
-        """Write what `build` returns for the ends of chains."""
+    async def tips(self, chains: Collection[str]) -> Mapping[str, Tip]:
+        """Return the ends of chains."""
+
+    async def append(self, batch: Batch) -> None:
+        """Write a batch."""
+
+    async def has(self, batch: Batch) -> bool:
+        """Whether a batch was written whose answer was lost."""
 
     async def unclean(self, *nodes: str) -> Sequence[tuple[str, str, int, bool]]:
         """Return the holds of servers that are not clean."""
@@ -144,6 +148,8 @@ class AuditLog:
         self._urgent = False
         self._closing = False
         self._broken: CarrelError | None = None
+        self._doubtful: tuple[Batch, TransactionPlan, list[Item]] | None = None
+        """What may be in the database or not: the answer was lost."""
         self._timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
@@ -361,7 +367,8 @@ class AuditLog:
         return batch, seal
 
     async def _commit(self, batch: list[Item], seal: set[str]) -> None:
-        items = [item for item in batch if item.entry.chain]
+        await self._settle_doubt()
+        items = [item for item in batch if item.entry.chain and not item.stored]
         touched = {item.entry.chain for item in items} | seal
         if not touched:
             return
@@ -379,16 +386,35 @@ class AuditLog:
                 self._clock(),
                 self._event_of,
             )
+            unknown = touched - known.keys()
+            tips = await self._store.tips(unknown) if unknown else {}
+            few = len(items) + len(seal) <= FEW
+            made = plan.build(tips) if few else await asyncio.to_thread(plan.build, tips)
             try:
-                unknown = touched - known.keys()
-                await self._store.append(unknown, plan.build, short=len(items) <= FEW and not seal and not unknown)
+                await self._store.append(made)
             except Conflict:
                 for name in touched:
                     self._chains.pop(name)
                 continue
+            except CarrelError:
+                self._doubtful = made, plan, items
+                raise
             self._apply(plan, items)
             return
         raise PlatformError("other servers keep writing to the same chains")
+
+    async def _settle_doubt(self) -> None:
+        """Find out whether what was written last is in the database, if its answer was lost."""
+        if self._doubtful is None:
+            return
+        made, plan, items = self._doubtful
+        if await self._store.has(made):
+            self._apply(plan, items)
+            for item in items:
+                item.stored = True
+                if item.type == "begin" and item.written is not None and item.ticket is not None:
+                    item.ticket.end(Ending("cancelled"))  # its caller was told that it must not be dispatched
+        self._doubtful = None
 
     def _apply(self, plan: TransactionPlan, items: list[Item]) -> None:
         for name, chain in plan.chains.items():

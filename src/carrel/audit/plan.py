@@ -1,5 +1,5 @@
 """Computes what one transaction of the audit log writes: records, due heads, and holds, which say what to check after a
-crash. Pure except for the signature: runs inside the transaction, maybe in another thread.
+crash. Pure except for the signature: may run in another thread.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Item:
     ticket: Ticket | None = None
     ref: int | None = None
     written: asyncio.Future[None] | None = None
+    stored: bool = False
+    """Whether it is in the database although that was not known at first."""
 
 
 @dataclass(slots=True)

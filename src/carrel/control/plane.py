@@ -105,6 +105,8 @@ from carrel.secrets import Vault
 from carrel.store import Database, FilespaceStore, SecretStore, SessionStore
 from carrel.store.approvals import ApprovalStore
 from carrel.store.audit import AuditStore
+from carrel.store.batch_writer import BatchesThere
+from carrel.store.batches import BatchesHere
 from carrel.store.code_contexts import CodeContextStore
 from carrel.store.database import Workers
 from carrel.store.environments import EnvironmentStore
@@ -150,6 +152,7 @@ class ControlPlane:
         worker: Worker,
         locks: ProcessLocks | None,
         database: Database,
+        batches: BatchesHere | BatchesThere,
         key: SigningKey,
         vault: Vault,
         checkpoints: CheckpointStore,
@@ -174,11 +177,13 @@ class ControlPlane:
         self.metrics = metrics = Metrics()
         self.tracing = tracing = _tracing(settings, node)
         self._database = database
+        self._batches = batches
         self.store = store = SessionStore(database)
         self.live = live = LiveSandboxes()
         notes = SessionNotes(live, store)
         leases = Leases(LeaseStore(database), worker, settings.lease_s, shared=settings.database is not None)
-        self.audit = audit = AuditLog(AuditStore(database), key, node, events_of, strict=settings.audit.strict)
+        audits = AuditStore(database, batches)
+        self.audit = audit = AuditLog(audits, key, node, events_of, strict=settings.audit.strict)
         event_store = EventStore(database)
         self.events = events = EventLog(
             event_store,
@@ -473,9 +478,10 @@ class ControlPlane:
             if worker.count > 1:
                 locks = ProcessLocks(worker.locks)
                 stack.callback(locks.close)
-                others = Workers(f"{worker.locks}-database", worker.count, worker.wrote)
+                others = Workers(worker.turns, worker.count, worker.wrote)
             database = await Database.open(settings.database_url, others)
             stack.push_async_callback(database.close)
+            batches = BatchesThere(database, worker.writer) if worker.writer else BatchesHere(database)
             checkpoints = CheckpointStore(
                 os.path.join(host.layout.data_dir, "checkpoints"),
                 most_bytes=settings.checkpoints.max_mb * MB,
@@ -494,6 +500,7 @@ class ControlPlane:
                 worker,
                 locks,
                 database,
+                batches,
                 key,
                 vault,
                 checkpoints,
@@ -684,6 +691,7 @@ class ControlPlane:
             if self.tracing is not None:
                 await self.tracing.close()
             await self._host.close()
+            self._batches.close()
             await self._database.close()
             if self._locks is not None:
                 self._locks.close()

@@ -1,81 +1,65 @@
 """The queries on audit records, signed heads, and which server writes to which chain. `audit_search` has the search.
 
-Knows no hashes or keys: the caller links and signs records inside the transaction that writes them.
+Knows no hashes or keys: the caller links and signs records. `batches` writes them.
 Arguments and results are plain tuples in the order of the tables' columns.
 """
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Callable, Collection, Mapping, Sequence
-from importlib import import_module
+from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import Insert, Select, delete, insert, select
+from sqlalchemy import ColumnElement, Select, bindparam, delete, select
 from sqlalchemy.engine import Connection
-from sqlalchemy.exc import IntegrityError
 
-from carrel.errors import Conflict
-from carrel.models.events import EventDraft
 from carrel.store.audit_search import AuditSearch
-from carrel.store.events import stage
+from carrel.store.batches import AuditHead, AuditHold, Batch, BatchWriter
+from carrel.store.database import Database
 from carrel.store.tables import audit_heads as heads
 from carrel.store.tables import audit_holds as holds
 from carrel.store.tables import audit_records as records
 
-AuditRow = tuple[str, int, float, str, int | None, str, str, str, str, str | None, bytes, str]
-"""chain, seq, at, type, ref, actor, kind, name, decision, result, hash, body"""
-AuditHead = tuple[str, int, str, int, float, str, str]
-"""chain, seq, hash, records, at, key, signature"""
-AuditHold = tuple[str, str, int, bool]
-"""chain, node, open_from, clean: the state in which a server left a chain. Clean: its last record there is signed and
-all its operations have ended. Else every operation without an end has a seq of at least `open_from`.
-"""
 AuditTip = tuple[int, bytes, int]
 """seq and hash of the last record, seq of the newest head; 0 and no hash where there are none"""
 AuditStored = tuple[int, bytes, str]
 """seq, hash, body"""
 
-Batch = tuple[Sequence[AuditRow], Sequence[AuditHead], Sequence[AuditHold], Sequence[EventDraft]]
-_RECORD = tuple(column.name for column in records.columns if column.name != "id")
-_HEAD = tuple(column.name for column in heads.columns)
-_HOLD = tuple(column.name for column in holds.columns)
 _STORED = select(records.c.seq, records.c.hash, records.c.body)
-_BATCH = 100
-_INSERT = f"INSERT INTO {records.name} ({', '.join(_RECORD)}) VALUES ({', '.join('?' * len(_RECORD))})"  # noqa: S608
 
 
 class AuditStore(AuditSearch):
     """Reads and writes audit records. No method changes one; only `prune` removes some, from a chain's start."""
 
-    async def append(
-        self, unknown: Collection[str], build: Callable[[Mapping[str, AuditTip]], Batch], *, short: bool = False
-    ) -> None:
-        """Call `build` with the tips of the `unknown` chains and add what it returns, all in one transaction. A `short`
-        batch is written in the caller's thread where the database can do that.
+    def __init__(self, database: Database, writer: BatchWriter):
+        super().__init__(database)
+        self._writer = writer
 
-        `Conflict` when a chain has grown meanwhile: no two records have the same position in a chain.
+    async def append(self, batch: Batch) -> None:
+        """Add a batch; see `BatchWriter.write`."""
+        await self._writer.write(batch)
+
+    async def has(self, batch: Batch) -> bool:
+        """Whether a batch was written whose answer was lost. One that only says how chains were left may be written
+        twice, so it counts as not written.
         """
-
-        def run(connection: Connection) -> None:
-            new, signed, held, happened = build({chain: _tip(connection, chain) for chain in unknown})
-            if new:
-                _insert(connection, new)
-            if signed:
-                connection.execute(insert(heads), [dict(zip(_HEAD, head, strict=True)) for head in signed])
-            if held:
-                connection.execute(_upsert(connection), [dict(zip(_HOLD, hold, strict=True)) for hold in held])
-            stage(connection, happened)
-
-        try:
-            await (self._database.write_soon(run) if short else self._database.write(run))
-        except IntegrityError:
-            raise _grown() from None
+        new, signed, _, _ = batch
+        if new:
+            chain, seq, *_, hashed, _ = new[-1]
+            query = select(records.c.hash).where(records.c.chain == chain, records.c.seq == seq)
+            return [bytes(found) for found in await self._database.scalars(query)] == [hashed]
+        if signed:
+            chain, seq, end, *_ = signed[-1]
+            query = select(heads.c.hash).where(heads.c.chain == chain, heads.c.seq == seq)
+            return await self._database.scalars(query) == [end]
+        return False
 
     async def tip(self, chain: str) -> AuditTip:
         """Return the end of a chain."""
-        # Two statements, so they need a transaction.
-        return await self._database.write(lambda connection: _tip(connection, chain))
+        return (await self.tips([chain]))[chain]
+
+    async def tips(self, chains: Collection[str]) -> dict[str, AuditTip]:
+        """Return the ends of chains, each as it is at one moment."""
+        return await self._database.read(lambda connection: {chain: _tip(connection, chain) for chain in chains})
 
     async def chains(self, *, after: str = "", limit: int = 1000) -> list[str]:
         """Return the names of chains, sorted."""
@@ -143,39 +127,21 @@ class AuditStore(AuditSearch):
         return [tuple(row) for row in await self._database.rows(query)]
 
 
-def _grown() -> Conflict:
-    return Conflict("another server has continued the chain", field="seq", hint="read its new end and append there")
+def _newest(column: ColumnElement[Any], seq: ColumnElement[Any], chain: ColumnElement[Any]) -> Any:
+    return select(column).where(chain == bindparam("chain")).order_by(seq.desc()).limit(1).scalar_subquery()
 
 
-def _insert(connection: Connection, rows: Sequence[AuditRow]) -> None:
-    """Insert records. Every operation waits for this, and sqlite3 alone takes a third of SQLAlchemy's time."""
-    driver = connection.connection.driver_connection
-    if isinstance(driver, sqlite3.Connection):
-        try:
-            driver.executemany(_INSERT, rows)
-        except sqlite3.IntegrityError:
-            raise _grown() from None
-    else:
-        connection.execute(insert(records), [dict(zip(_RECORD, row, strict=True)) for row in rows])
+# One statement: it sees one moment.
+_TIP = select(
+    _newest(records.c.seq, records.c.seq, records.c.chain),
+    _newest(records.c.hash, records.c.seq, records.c.chain),
+    _newest(heads.c.seq, heads.c.seq, heads.c.chain),
+    _newest(heads.c.hash, heads.c.seq, heads.c.chain),
+)
 
 
 def _tip(connection: Connection, chain: str) -> AuditTip:
-    last = select(records.c.seq, records.c.hash).where(records.c.chain == chain)
-    row = connection.execute(last.order_by(records.c.seq.desc()).limit(1)).one_or_none()
-    newest = select(heads.c.seq, heads.c.hash).where(heads.c.chain == chain)
-    head = connection.execute(newest.order_by(heads.c.seq.desc()).limit(1)).one_or_none()
-    head_seq = 0 if head is None else head.seq
-    if row is not None:
-        return row.seq, bytes(row.hash), head_seq
-    return head_seq, b"" if head is None else bytes.fromhex(head.hash), head_seq
-
-
-def _upsert(connection: Connection) -> Insert:
-    # Only the module of the dialect in use: PostgreSQL's takes long to import.
-    dialect = import_module(f"sqlalchemy.dialects.{connection.dialect.name}")
-    statement = dialect.insert(holds)
-    new = statement.excluded
-    upsert: Insert = statement.on_conflict_do_update(
-        index_elements=["chain", "node"], set_={"open_from": new.open_from, "clean": new.clean}
-    )
-    return upsert
+    seq, hashed, head_seq, head_hash = connection.execute(_TIP, {"chain": chain}).one()
+    if seq is not None:
+        return seq, bytes(hashed), head_seq or 0
+    return head_seq or 0, b"" if head_hash is None else bytes.fromhex(head_hash), head_seq or 0

@@ -46,6 +46,12 @@ _STAGED = "carrel_staged"
 _CHANGED = "carrel_changed"
 _CHECKPOINT_WRITES = 500
 """After this many writes of all processes that take turns, about, one of them checkpoints the WAL."""
+_WRITER_CHECKPOINT_WRITES = 500
+"""The same of the process that writes the records of all workers: its writes on the event loop, between which one goes
+to the thread that empties the log.
+"""
+_AHEAD = 100
+"""So many writes before that, what the log has by then is written to the disk."""
 _TRIES, _TRY_S = 2, 0.00005
 """How often a short write tries to get its turn before the event loop goes on, and the pause between: turns take some
 tenths of a millisecond.
@@ -54,6 +60,8 @@ _TURNS, _TURN_S = 10, 0.001
 """How often it comes back for its turn, and after which time, before the writer's thread waits for it. That thread
 would keep its turn while it waits for the interpreter, which the event loop may have for milliseconds.
 """
+_CACHE_KIB = 16_384
+"""The end of each index of the audit log, which every record changes, stays in memory."""
 _MOST_WRITES_HERE = 100
 """After this many writes on the event loop, one goes to the writer's thread, which also checkpoints the WAL."""
 
@@ -89,6 +97,7 @@ def _never_wait(connection: sqlite3.Connection, _: ConnectionPoolEntry) -> None:
     """Let this connection wait neither for another writer nor for a checkpoint, which the writer's thread makes."""
     connection.execute("PRAGMA busy_timeout=0")
     connection.execute("PRAGMA wal_autocheckpoint=0")
+    connection.execute(f"PRAGMA cache_size={-_CACHE_KIB}")
 
 
 def _begin(connection: Connection) -> None:
@@ -121,7 +130,8 @@ class _Sqlite:
     """One thread writes and one reads, so that a read never queues behind a write that waits for the lock.
 
     A third connection serves `write_here`: short writes in the caller's thread, which cost less than a hop to another
-    thread (docs/decisions/0018-short-writes-on-the-event-loop.md).
+    thread (docs/decisions/0018-short-writes-on-the-event-loop.md). It begins and commits by the driver: SQLAlchemy
+    would take as long for that as SQLite for a record.
     """
 
     failures: tuple[type[Exception], ...] = (sqlite3.Error,)
@@ -133,8 +143,11 @@ class _Sqlite:
         self._turns = [] if turns is None else [open_lock_file(turns.turns), open_lock_file(turns.turns)]
         turn: list[FileLock | None] = [FileLock(each) for each in self._turns] or [None, None]
         self._turn, self._turn_here = turn
+        self._patient = turns is not None and turns.writer
         self._writes = 0
-        self._most_writes = 0 if turns is None else _CHECKPOINT_WRITES * turns.count
+        self._most_writes = 0
+        if turns is not None:
+            self._most_writes = 0 if turns.writer else _CHECKPOINT_WRITES * turns.count
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         self._path = path
         url = URL.create("sqlite", database=path)
@@ -152,7 +165,8 @@ class _Sqlite:
             event.listen(self._engine, "connect", _never_checkpoint)
         self._writing = self._engine.execution_options(carrel_writes=True)
         self._connection: Connection | None = None
-        self._writes_left = _MOST_WRITES_HERE
+        self._most_writes_here = _WRITER_CHECKPOINT_WRITES if self._patient else _MOST_WRITES_HERE
+        self._writes_left = self._most_writes_here
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="carrel-store-writer")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="carrel-store-reader")
 
@@ -170,17 +184,24 @@ class _Sqlite:
         self._writes += 1
         if self._writes >= self._most_writes:  # not in the turn: the other processes need not wait for the disk
             self._writes = 0
-            _run(self._engine, lambda connection: connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").close())
+            self._checkpoint()
         return result
+
+    def _checkpoint(self) -> None:
+        _run(self._engine, lambda connection: connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)").close())
 
     def write_here(self, query: Query[T]) -> T:
         if self._writes_left == 0:
-            self._writes_left = _MOST_WRITES_HERE
+            self._writes_left = self._most_writes_here
             raise Occupied
+        if self._patient and self._writes_left == _AHEAD:
+            # While this is written to the disk, others go on; so what is left for the thread that empties the log, for
+            # which all wait, is little.
+            self._reader.submit(self._checkpoint)
         if self._turn_here is None:
             return self._write_here(query)
         for _ in range(_TRIES):
-            if self._turn_here.take(wait=False):
+            if self._turn_here.take(wait=self._patient):
                 break
             time.sleep(_TRY_S)
         else:
@@ -192,20 +213,24 @@ class _Sqlite:
             self._turn_here.release()
 
     def _write_here(self, query: Query[T]) -> T:
-        if self._connection is None:
-            self._connection = self._here.connect().execution_options(carrel_writes=True)
         try:
-            transaction = self._connection.begin()
+            if self._connection is None:
+                self._connection = self._here.connect()
+            driver = self._connection.connection.driver_connection
+            assert isinstance(driver, sqlite3.Connection)
+            driver.execute("BEGIN IMMEDIATE")
         except (sqlite3.OperationalError, OperationalError):
             self._disconnect_here()
             raise Occupied from None
         try:
-            with transaction:
-                self._writes_left -= 1
-                return query(self._connection)
+            self._writes_left -= 1
+            result = query(self._connection)
+            self._connection.commit()  # of SQLAlchemy: does nothing if only the driver was used
+            driver.commit()
         except BaseException:
             self._disconnect_here()
             raise
+        return result
 
     def _disconnect_here(self) -> None:
         if self._connection is not None:
@@ -249,12 +274,14 @@ def _noting(query: Query[T], connection: Connection) -> tuple[T, bool, Collectio
 @dataclass(frozen=True, slots=True)
 class Workers:
     """The `count` processes of a server. `turns` is the path of a file in which those that write take turns; `wrote` is
-    called with the tables that a committed transaction changed.
+    called with the tables that a committed transaction changed. `writer`: this process does nothing but write for the
+    others, so that its event loop may wait for its turn.
     """
 
     turns: str
     count: int
     wrote: Callable[[Collection[str]], object]
+    writer: bool = False
 
 
 def _nothing(_tables: Collection[str]) -> None:

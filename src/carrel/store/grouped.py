@@ -29,8 +29,10 @@ class GroupedWrites:
     so that it fails alone.
     """
 
-    def __init__(self, database: Database):
+    def __init__(self, database: Database, *, short: int = SHORT):
+        """`short`: up to how many changes are written on the event loop."""
         self._database = database
+        self._short = short
         self._waiting: list[_Waiting] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -40,11 +42,15 @@ class GroupedWrites:
 
         `large`: it would delay the event loop. A caller that is cancelled does not stop it.
         """
+        return await self.put(key, change, large=large)
+
+    def put(self, key: str, change: Change[T], *, large: bool = False) -> asyncio.Future[T]:
+        """Do a change as `write` does; the future is done when it is committed."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._waiting.append((key, change, done, large))
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
-        return await done
+        return done
 
     async def close(self) -> None:
         """Wait until everything is written."""
@@ -69,7 +75,7 @@ class GroupedWrites:
                         done.set_result(result)
 
     async def _together(self, group: Sequence[_Waiting]) -> list[Any]:
-        if len(group) <= SHORT and not any(large for *_, large in group):
+        if len(group) <= self._short and not any(large for *_, large in group):
             return await self._database.write_soon(lambda connection: _all(connection, group))
         return await self._database.write(lambda connection: _all(connection, group))
 

@@ -23,6 +23,7 @@ from carrel.models.files import DeleteRequest, StatRequest
 from carrel.models.operations import DELETE_FILE, MAKE_DIRECTORY, STAT_FILE
 from carrel.store import Database
 from carrel.store.audit import AuditStore
+from carrel.store.batches import BatchesHere
 from carrel.workspaces.layout import encode
 from carrel.workspaces.usage import Usage, measure
 
@@ -126,7 +127,7 @@ async def test_the_audit_log_is_kept_for_as_long_as_it_is_set(settings: Settings
     old = time.time() - 3 * 86_400
     database = await Database.open(settings.database_url)
     key = SigningKey.load(settings.data_dir)
-    before = AuditLog(AuditStore(database), key, "n", no_event, clock=lambda: old)
+    before = AuditLog(AuditStore(database, BatchesHere(database)), key, "n", no_event, clock=lambda: old)
     await before.open()
     for number in range(10):
         (

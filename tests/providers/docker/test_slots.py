@@ -244,24 +244,6 @@ async def test_a_root_that_is_built_while_another_task_cleans_up_is_whole(harnes
     await harness.provider.remove(handle)
 
 
-async def test_a_sandbox_that_starts_while_another_task_cleans_up_keeps_its_control_directory(harness, monkeypatch):
-    """It was not there when the daemon was asked, and has started when the answer comes."""
-    launch, provider, started = harness.launch(), harness.provider, []
-    await provider.remove(await slot_of(harness, launch))  # the directory of all sandboxes is there now
-    asked = provider.running
-
-    async def asked_before():
-        found = await asked()
-        started.append(await slot_of(harness, launch))
-        return found
-
-    monkeypatch.setattr(provider, "running", asked_before)
-    await provider.clean()
-    handle = await provider.claim(started[0], launch)
-    assert await Running(handle, launch.workspace).run("echo fine")
-    await provider.remove(handle)
-
-
 STEPS = ("control", "created", "started", "connected", "confined", "attached", "limited", "masked", "begun", "claimed")
 SOME = ("created", "started", "confined", "limited", "begun")
 """The steps at which a server is killed in every run of the tests; `make kills` does it at all."""

@@ -67,10 +67,14 @@ class _Field(IntEnum):
 
 
 class WorkerTable:
-    """Numbers in memory that the leader makes and the workers inherit. A worker writes its own, and all read all."""
+    """Numbers in memory that the leader makes and the workers inherit. A worker writes its own, and all read all.
+
+    The process that writes the records of all workers has numbers of its own: those of the worker `writer`.
+    """
 
     def __init__(self, workers: int):
         self.workers = workers
+        self.writer = workers
         self._numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE * 4)).cast("q")
         # The numbers of one field lie side by side: `changes` compares them with one copy.
         self._changes_end = len(SharedChange) * workers
@@ -140,10 +144,10 @@ class WorkerTable:
         self._set(_Field.ADOPTED, worker, count)
 
     def _get(self, field: _Field, worker: int) -> int:
-        return self._numbers[self._changes_end + field * self.workers + worker]
+        return self._numbers[self._changes_end + field * (self.workers + 1) + worker]
 
     def _set(self, field: _Field, worker: int, value: int) -> None:
-        self._numbers[self._changes_end + field * self.workers + worker] = value
+        self._numbers[self._changes_end + field * (self.workers + 1) + worker] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +162,8 @@ class Worker:
     """The path of the socket on which it takes requests from the others."""
     locks: str = ""
     """The path of the file with the locks between the workers."""
+    writer: str = ""
+    """The path of the socket of the process that writes the records of all workers, if there is one."""
     alone: bool = True
     """Whether no other worker ran when it was started: then it cleans up what a former server left."""
 
@@ -199,6 +205,16 @@ class Worker:
     def share(self, total: int) -> int:
         """Return this worker's part of a number that is divided among all workers."""
         return total // self.count + (self.index < total % self.count)
+
+    @property
+    def turns(self) -> str:
+        """The path of the file in which the processes that write to the database take turns."""
+        return self.turns_of(self.locks)
+
+    @staticmethod
+    def turns_of(locks: str) -> str:
+        """Return the path of that file beside the file with the locks."""
+        return f"{locks}-database"
 
     # the others
 

@@ -26,7 +26,7 @@ _UNSEEN = "these credentials may not read it; run this with those of an administ
 
 
 @dataclass(frozen=True)
-class Finding:
+class Examined:
     """What a check found: a status, words, and what to do."""
 
     status: str
@@ -46,7 +46,7 @@ class Examination:
         first = await self._check("Kubernetes", "older versions lack what pods need", self._version)
         if first.status == "missing":
             return [first]
-        rest: tuple[tuple[str, str, Callable[[], Awaitable[Finding]]], ...] = (
+        rest: tuple[tuple[str, str, Callable[[], Awaitable[Examined]]], ...] = (
             ("agent-sandbox", "makes the pods of sandboxes, and keeps warm pools", self._agent_sandbox),
             ("rights", "the service account of a server needs these, and no more", self._rights),
             ("Pod Security", "the namespace refuses pods that are not restricted", self._pod_security),
@@ -58,11 +58,11 @@ class Examination:
         )
         return [first, *await asyncio.gather(*(self._check(*each) for each in rest))]
 
-    async def _check(self, name: str, why: str, look: Callable[[], Awaitable[Finding]]) -> Check:
+    async def _check(self, name: str, why: str, look: Callable[[], Awaitable[Examined]]) -> Check:
         try:
             found = await look()
         except ApiRefusal as refusal:
-            found = Finding("degraded", "not known", _UNSEEN) if refusal.number == 403 else _broken(refusal)
+            found = Examined("degraded", "not known", _UNSEEN) if refusal.number == 403 else _broken(refusal)
         except CarrelError as error:
             found = _broken(error)
         return Check.model_validate(
@@ -78,28 +78,28 @@ class Examination:
     async def _items(self, path: str) -> list[Resource]:
         return list((await self._api.get(path) or {}).get("items", ()))
 
-    async def _version(self) -> Finding:
+    async def _version(self) -> Examined:
         version = str((await self._api.get("/version") or {}).get("gitVersion"))
         numbers = re.match(r"v(\d+)\.(\d+)", version)
         if numbers is None or (int(numbers[1]), int(numbers[2])) < OLDEST:
-            return Finding("missing", version, f"update the cluster to {OLDEST[0]}.{OLDEST[1]} or newer")
-        return Finding("ok", version)
+            return Examined("missing", version, f"update the cluster to {OLDEST[0]}.{OLDEST[1]} or newer")
+        return Examined("ok", version)
 
-    async def _agent_sandbox(self) -> Finding:
+    async def _agent_sandbox(self) -> Examined:
         core = _versions(await self._api.get(f"/apis/{CORE}"))
         if not core:
-            return Finding("degraded", "not installed", "install agent-sandbox; without it sandboxes are plain pods")
+            return Examined("degraded", "not installed", "install agent-sandbox; without it sandboxes are plain pods")
         known = [version for version in VERSIONS if version in core]
         if not known:
             remedy = "update carrel, or set CARREL_KUBERNETES_AGENT_SANDBOX=false"
-            return Finding("missing", f"serves {', '.join(core)} only", remedy)
+            return Examined("missing", f"serves {', '.join(core)} only", remedy)
         if not _versions(await self._api.get(f"/apis/{EXTENSIONS}")):
             needed = self._options.warm_pool > 0
             remedy = "install its extensions, or set CARREL_KUBERNETES_WARM_POOL=0"
-            return Finding("missing" if needed else "degraded", f"{known[0]}, without warm pools", remedy)
-        return Finding("ok", f"{known[0]}, with warm pools")
+            return Examined("missing" if needed else "degraded", f"{known[0]}, without warm pools", remedy)
+        return Examined("ok", f"{known[0]}, with warm pools")
 
-    async def _rights(self) -> Finding:
+    async def _rights(self) -> Examined:
         needs = {"always"}
         if self._options.agent_sandbox and _versions(await self._api.get(f"/apis/{CORE}")):
             needs.add("agent-sandbox")
@@ -124,8 +124,8 @@ class Examination:
         lacking = [f"{each['verb']} {each['resource']}" for each, may in zip(asked, allowed, strict=True) if not may]
         if lacking:
             remedy = f"give the service account a Role with these in {self._options.namespace}: {_PAGE}"
-            return Finding("missing", f"lacks {', '.join(lacking)}", remedy)
-        return Finding("ok", f"all {len(asked)}")
+            return Examined("missing", f"lacks {', '.join(lacking)}", remedy)
+        return Examined("ok", f"all {len(asked)}")
 
     async def _may(self, attributes: dict[str, str]) -> bool:
         review = {
@@ -136,82 +136,82 @@ class Examination:
         answer = await self._api.create("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", review)
         return (answer.get("status") or {}).get("allowed") is True
 
-    async def _pod_security(self) -> Finding:
+    async def _pod_security(self) -> Examined:
         name = self._options.namespace
         space = await self._api.get(f"/api/v1/namespaces/{name}")
         if space is None:
-            return Finding("missing", f"there is no namespace {name}", f"kubectl create namespace {name}")
+            return Examined("missing", f"there is no namespace {name}", f"kubectl create namespace {name}")
         level = (space["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", "")
         if level == "restricted":
-            return Finding("ok", f"{name} enforces restricted")
+            return Examined("ok", f"{name} enforces restricted")
         remedy = f"kubectl label namespace {name} pod-security.kubernetes.io/enforce=restricted"
-        return Finding("degraded", f"{name} enforces {level or 'nothing'}", remedy)
+        return Examined("degraded", f"{name} enforces {level or 'nothing'}", remedy)
 
-    async def _policies(self) -> Finding:
+    async def _policies(self) -> Examined:
         sets = [each["metadata"]["name"] for each in await self._items("/apis/apps/v1/daemonsets")]
         found = [name for name in sets if any(known in name for known in _CONTROLLERS)]
         if found:
-            return Finding("ok", ", ".join(found))
+            return Examined("ok", ", ".join(found))
         words = "no controller that is known here; each pod tries to get out first, and does not start if it can"
-        return Finding(
+        return Examined(
             "degraded", words, "install a controller that enforces policies also for egress, if pods do not start"
         )
 
-    async def _volume(self) -> Finding:
+    async def _volume(self) -> Examined:
         place = f"/api/v1/namespaces/{self._options.namespace}/persistentvolumeclaims/{self._options.volume_claim}"
         claim = await self._api.get(place)
         if claim is None:
-            return Finding("missing", f"there is no claim {self._options.volume_claim}", f"make it: {_PAGE}")
+            return Examined("missing", f"there is no claim {self._options.volume_claim}", f"make it: {_PAGE}")
         phase, spec = (claim.get("status") or {}).get("phase"), claim["spec"]
         if "ReadWriteMany" not in spec.get("accessModes", ()):
-            return Finding("missing", f"{', '.join(spec.get('accessModes', ()))}", "claim a volume with ReadWriteMany")
+            return Examined("missing", f"{', '.join(spec.get('accessModes', ()))}", "claim a volume with ReadWriteMany")
         if phase != "Bound":
             remedy = f"kubectl describe pvc {self._options.volume_claim} -n {self._options.namespace}"
-            return Finding("missing", f"the claim is {phase}", remedy)
+            return Examined("missing", f"the claim is {phase}", remedy)
         size = ((claim.get("status") or {}).get("capacity") or {}).get("storage", "?")
-        return Finding("ok", f"{self._options.volume_claim}, {size}, ReadWriteMany")
+        return Examined("ok", f"{self._options.volume_claim}, {size}, ReadWriteMany")
 
-    async def _classes(self) -> Finding:
+    async def _classes(self) -> Examined:
         classes = await self._items("/apis/storage.k8s.io/v1/storageclasses")
         if not classes:
-            return Finding("degraded", "none", "claims need volumes that were made by hand")
+            return Examined("degraded", "none", "claims need volumes that were made by hand")
         said = [
             f"{each['metadata']['name']} ({'grows' if each.get('allowVolumeExpansion') else 'does not grow'})"
             for each in classes
         ]
         grows = any(each.get("allowVolumeExpansion") for each in classes)
-        return Finding(
+        return Examined(
             "ok" if grows else "degraded", ", ".join(said), "" if grows else "set allowVolumeExpansion: true"
         )
 
-    async def _runtimes(self) -> Finding:
+    async def _runtimes(self) -> Examined:
         classes = await self._items("/apis/node.k8s.io/v1/runtimeclasses")
         names = {each["metadata"]["name"]: str(each.get("handler")) for each in classes}
         said = ", ".join(f"{name} ({handler})" for name, handler in names.items()) or "none"
         wanted = self._options.gvisor_class
         if wanted and wanted not in names:
-            return Finding("missing", said, f"make the RuntimeClass {wanted}, or unset CARREL_KUBERNETES_GVISOR_CLASS")
+            return Examined("missing", said, f"make the RuntimeClass {wanted}, or unset CARREL_KUBERNETES_GVISOR_CLASS")
         gvisor = [name for name, handler in names.items() if "runsc" in handler or "gvisor" in handler]
         if gvisor and not wanted:
-            return Finding("degraded", said, f"set CARREL_KUBERNETES_GVISOR_CLASS={gvisor[0]} for trust `low`")
+            return Examined("degraded", said, f"set CARREL_KUBERNETES_GVISOR_CLASS={gvisor[0]} for trust `low`")
         if not gvisor:
-            return Finding("degraded", said, "install gVisor on the nodes and make its RuntimeClass, for trust `low`")
-        return Finding("ok", said)
+            return Examined("degraded", said, "install gVisor on the nodes and make its RuntimeClass, for trust `low`")
+        return Examined("ok", said)
 
-    async def _users(self) -> Finding:
+    async def _users(self) -> Examined:
         nodes = await self._items("/api/v1/nodes")
         able = [each["metadata"]["name"] for each in nodes if _has_users(each)]
         said = f"{len(able)} of {len(nodes)} nodes"
         if nodes and len(able) == len(nodes):
-            return Finding(
+            return Examined(
                 "ok", said, "" if self._options.user_namespaces else "set CARREL_KUBERNETES_USER_NAMESPACES=true"
             )
         remedy = "run containerd 2 or newer with Linux 6.3 or newer on the nodes"
-        return Finding("missing" if self._options.user_namespaces else "degraded", said, remedy)
+        return Examined("missing" if self._options.user_namespaces else "degraded", said, remedy)
 
 
-def _broken(error: CarrelError) -> Finding:
-    return Finding("missing", error.detail, error.hint or _PAGE)
+def _broken(error: CarrelError) -> Examined:
+    return Examined("missing", error.detail, error.hint or _PAGE)
 
 
 def _versions(group: Resource | None) -> list[str]:
