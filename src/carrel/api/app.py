@@ -102,9 +102,9 @@ def _visits(plane: ControlPlane) -> PortVisits:
 
 _FIRST = (commands, sandboxes, attached, approvals, policies, secrets, host)
 _ALL = (
-    "commands", "jobs", "python", "sandboxes", "files", "stateless", "code_contexts", "mcp_servers", "terminals",
-    "attached", "approvals", "audit", "checkpoints", "contexts", "envs", "events", "filespaces", "host", "images",
-    "metrics", "policies", "pools", "ports", "secrets", "snapshots", "templates", "tokens", "tools",
+    "commands", "ports", "jobs", "python", "sandboxes", "files", "stateless", "code_contexts", "mcp_servers",
+    "terminals", "attached", "approvals", "audit", "checkpoints", "contexts", "envs", "events", "filespaces", "host",
+    "images", "metrics", "policies", "pools", "secrets", "snapshots", "templates", "tokens", "tools",
 )  # fmt: skip
 """The most frequent first: the framework tries the routes one after the other."""
 _importing = threading.Lock()
