@@ -9,10 +9,11 @@ import json
 import subprocess
 import time
 
+from tests.support import e2b_sdks
+
 from bench import ground
 from bench.measure import BenchFailed, Progress, Report, Table, median, percentile
 from carrel import Client
-from tests.support import e2b_sdks
 
 SAMPLES, ROUNDS, AT_ONCE = 15, 6, 100
 _CREATE = """
@@ -73,10 +74,11 @@ async def run(progress: Progress) -> Report:
             return list(json.loads(done.stdout))
 
         create = await asyncio.to_thread(measured, _CREATE % (SAMPLES + 2))
-        progress("create to first output")
+        progress(1, 3)
         theirs, ours = await asyncio.to_thread(_in_turns, [python, "-c", _COMMANDS], environment, server)
-        progress("a command")
+        progress(2, 3)
         burst = await asyncio.to_thread(measured, _BURST % AT_ONCE)
+    progress(3, 3)
     table = Table("E2B's Python SDK on carrel, one client on the same machine", ("", "median ms", "p95 ms"))
     for name, taken in (
         ("create to first output", create),
