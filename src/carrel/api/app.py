@@ -87,7 +87,7 @@ def create_app(
         return [(record.context_id, dict(record.labels)) for record in records if record.context_id is not None]
 
     access = SandboxAccess(plane.e2b_key, plane.tokens if authenticated else None)
-    return E2bFront(gate, access, plane.settings.e2b.domain, hosts, running)
+    return E2bFront(gate, access, plane.settings.ports, hosts, running)
 
 
 def _visits(plane: ControlPlane) -> PortVisits:
