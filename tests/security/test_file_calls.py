@@ -269,7 +269,8 @@ def test_race_of_a_directory_and_a_link(attacker):
     for thread in threads:
         thread.join()
     assert host.token not in outcomes
-    assert "mine" in outcomes  # or the race was never run
+    met = {"file_not_found", "invalid_path"} <= outcomes and attacker.own_kernel  # both, and its reads come late
+    assert "mine" in outcomes or met, "the race was never run"
     assert host.dropped() == []
     assert host.intact()
 

@@ -102,7 +102,7 @@ sys.stdin.read()
 @contextlib.contextmanager
 def holding(box, kind, most):
     """Take from a budget inside a sandbox and hold it; gives how many it got."""
-    command = box.commands.start(["/usr/bin/python3", "-I", "-c", TAKE, kind, str(most)], timeout=60, interactive=True)
+    command = box.commands.start(["/usr/bin/python3", "-I", "-c", TAKE, kind, str(most)], timeout=300, interactive=True)
     try:
         words = ""
         for chunk in command.stream():
@@ -117,7 +117,7 @@ def holding(box, kind, most):
 
 def taken_inside(box, kind, most):
     """How many another sandbox gets."""
-    result = box.commands.run(["/usr/bin/python3", "-I", "-c", TAKE, kind, str(most)], timeout=60)
+    result = box.commands.run(["/usr/bin/python3", "-I", "-c", TAKE, kind, str(most)], timeout=300)
     assert result.stdout.startswith("held"), result
     return int(result.stdout.split()[1])
 

@@ -76,7 +76,7 @@ async def _leads_nowhere(box: Running) -> None:
 async def _asks(box: Running, port: int) -> str:
     """Return what a listener in a sandbox answers to a client of a proxy there."""
     ask = f"exec 3<>/dev/tcp/127.0.0.1/{port}; printf 'CONNECT a.example:443 HTTP/1.1\\r\\n\\r\\n' >&3"
-    return (await box.run(["bash", "-c", f"{ask}; timeout 10 cat <&3"], timeout=15)).stdout
+    return (await box.run(["bash", "-c", f"{ask}; timeout 10 cat <&3"], timeout=60)).stdout
 
 
 @check(Capability.NETWORK_NONE)
