@@ -1,7 +1,7 @@
 # Each target sets up what it needs on a fresh clone.
 PY := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test kills fleet cluster-test check format bench generate requirements wheel clean
+.PHONY: help setup serve test kills fleet cluster-test check format bench generate requirements wheel images clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -36,7 +36,8 @@ fleet: setup  ## end one of two and of three servers every 20 s for 3 minutes, w
 	@CARREL_FLEET_S=$${CARREL_FLEET_S:-180} $(PY) -m pytest -q tests/end_to_end/test_fleet_history.py $(ARGS)
 
 cluster-test: setup  ## test on a real Kubernetes, which it builds (once, ten minutes), starts and ends (ARGS="-k name")
-	@scripts/cluster run $(abspath $(PY)) -m pytest -q -p no:cacheprovider tests/cluster $(ARGS)
+	@$(PY) scripts/make_images.py --cached dist/test-images >/dev/null
+	@CARREL_IMAGES=$(abspath dist/test-images) scripts/cluster run $(abspath $(PY)) -m pytest -q -p no:cacheprovider tests/cluster $(ARGS)
 
 check: setup  ## format, lint, strict types, import layers, generated files
 	@$(PY) -m ruff format --check .
@@ -55,16 +56,20 @@ generate: setup  ## write the files that are made from others (sync client, refe
 bench: setup  ## measure carrel beside its peers (ARGS="start --json" for one)
 	@$(PY) -m bench $(ARGS)
 
-COMPILE := $(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate --group clone
+COMPILE := $(PY) -m uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate
 
 requirements: setup  ## resolve and pin the dependencies anew
-	@$(COMPILE) --extra dev pyproject.toml -o requirements/dev.txt
-	@$(COMPILE) --extra server -c requirements/dev.txt pyproject.toml -o requirements/server.txt
+	@$(COMPILE) --group clone --extra dev pyproject.toml -o requirements/dev.txt
+	@$(COMPILE) --group clone --extra server -c requirements/dev.txt pyproject.toml -o requirements/server.txt
+	@$(COMPILE) --extra server --extra nats --extra otel --extra spiffe -c requirements/dev.txt pyproject.toml -o requirements/image.txt
 
 wheel:  ## build the wheel into dist/
 	@scripts/setup server
 	@$(PY) -m uv build --quiet --wheel --no-build-isolation --out-dir dist
 	@ls dist/*.whl
+
+images: setup  ## make the container images into dist/images, as root on Debian (ARGS="--registry images.example")
+	@$(PY) scripts/make_images.py dist/images $(ARGS)
 
 clean:  ## remove what the targets made
 	rm -rf .venv dist .pytest_cache .mypy_cache .ruff_cache .hypothesis bench/results

@@ -88,11 +88,12 @@ async def _by_jobs(clients: list[AsyncClient]) -> float:
     """Submit the jobs, wait until the last has ended, and return how many a second."""
     submitted: set[str] = set()
     ended: set[str] = set()
-    ready = asyncio.Event()
+    first = await clients[0].jobs.submit(COMMAND, context=CONTEXT)
+    await first.wait()
+    after = max([event.id async for event in first.events(follow=False)])
 
     async def watch() -> None:
-        ready.set()
-        async for event in clients[0].events(CONTEXT, kinds=["job.ended"]):
+        async for event in clients[0].events(CONTEXT, kinds=["job.ended"], after=after):
             if event.body.get("state") != "succeeded":
                 raise BenchFailed(f"a job did not succeed: {event.body}")
             ended.add(event.job_id or "")
@@ -105,8 +106,6 @@ async def _by_jobs(clients: list[AsyncClient]) -> float:
 
     async with asyncio.timeout(LONGEST_S):
         watching = asyncio.ensure_future(watch())
-        await ready.wait()
-        await asyncio.sleep(0.3)  # until the stream is open: it begins with what is new
         began = time.perf_counter()
         await asyncio.gather(*map(work, clients))
         await watching

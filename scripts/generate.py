@@ -33,6 +33,7 @@ def wanted() -> dict[Path, Callable[[], str]]:
     files[reference / "operations.md"] = generate_reference.operations_page
     files[reference / "trust.md"] = generate_reference.trust_page
     files[reference / "providers.md"] = generate_reference.providers_page
+    files[reference / "e2b.md"] = generate_reference.e2b_page
     files[reference / "policy.md"] = generate_policy.page
     for name in ("settings", "sources"):
         files[reference / f"{name}.schema.json"] = lambda name=name: generate_policy.schema(name)  # type: ignore[misc]

@@ -63,6 +63,39 @@ ROWS: tuple[tuple[str, tuple[Panel, ...]], ...] = (
         ),
     ),
     (
+        "Jobs",
+        (
+            Panel(
+                "Jobs that have not ended",
+                "short",
+                (('max by (state) (carrel_jobs{state=~"queued|running|waiting_approval",$where})', "{{state}}"),),
+            ),
+            Panel(
+                "Ends of attempts, per second",
+                "ops",
+                (
+                    (
+                        "sum by (template, state, exit) (rate(carrel_job_ends_total{$where}[$window]))",
+                        "{{template}} {{state}} {{exit}}",
+                    ),
+                ),
+            ),
+            Panel("Phases of jobs", "s", _quantiles("carrel_job_phase_seconds", "phase")),
+            Panel("Processor time of a job", "s", _quantiles("carrel_job_cpu_seconds", "template")),
+            Panel("Memory of a job at its peak", "bytes", _quantiles("carrel_job_memory_peak_bytes", "template")),
+            Panel(
+                "Bytes of jobs",
+                "Bps",
+                (
+                    (
+                        "sum by (template, direction) (rate(carrel_job_bytes_total{$where}[$window]))",
+                        "{{template}} {{direction}}",
+                    ),
+                ),
+            ),
+        ),
+    ),
+    (
         "Sandboxes",
         (
             Panel("Starts of sandboxes", "s", _quantiles("carrel_sandbox_start_seconds", "kind")),

@@ -179,7 +179,7 @@ def trust_page() -> str:
 
 def providers_page() -> str:
     """Return the page of providers: capabilities, and known gaps in both suites with the reasons."""
-    from tests.support.known_gaps import ATTACKED, NEVER, NOT_JUDGED, ON_IMAGE, SOMETIMES
+    from tests.support.known_gaps import ATTACKED, MASKED, NEEDED, NEVER, NOT_JUDGED, ON_IMAGE, SOMETIMES
 
     from carrel.providers.base import Capability
     from carrel.providers.built_in import BUILT_IN, LEVELS
@@ -201,7 +201,11 @@ def providers_page() -> str:
     for name in names:
         level = BUILT_IN[name].level
         unharmful = "those that do no harm: they must succeed"
-        made = f"{_code(ATTACKED[name])}; all with `--on-{name}`" if name in ATTACKED else "all" if level else unharmful
+        made = {"namespace": "all", "process": unharmful}.get(name, "none")
+        if name in ATTACKED:
+            without = {module for module, needed in NEEDED.items() if needed in NEVER[name]}
+            without |= set(MASKED) if name != "docker" else set()
+            made = f"{_code(ATTACKED[name])}; with `--on-{name}` all but {_code(without)}"
         unjudged = len(NOT_JUDGED.get(name, {}))
         listed = f"[{unjudged}, listed below](#{name}-attacks-that-are-not-judged)" if unjudged else "none"
         parts.append(
@@ -213,7 +217,8 @@ def providers_page() -> str:
             parts.append(f"| `{name}`, from an image | {level}: {LEVELS[level]} | none | as above | {made} | none |\n")
     parts.append(
         "\nThe options in the table belong to `pytest tests/security`. Virtual machines are emulated where KVM does\n"
-        "not work.\n"
+        "not work. Modules that are left out need a folder of the host, or hold masked sandboxes of `namespace` and\n"
+        "Docker themselves; elsewhere the conformance suite and the tests of the providers judge masks.\n"
     )
     parts.append("\n## Capabilities\n\n| capability |" + "".join(f" `{name}` |" for name in names))
     parts.append(f"\n|{' --- |' * (len(names) + 1)}\n")
@@ -309,3 +314,28 @@ def _option(param: object) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
+
+
+def e2b_page() -> str:
+    """Return the page of E2B's calls, from the declarations that tests show with the published SDKs."""
+    from tests.support.e2b_calls import CALLS, JAVASCRIPT, PYTHON
+
+    def versions(packages: Iterable[tuple[str, str]]) -> str:
+        return " and ".join(f"`{name}` {version}" for name, version in packages)
+
+    counts = {state: sum(call.state == state for call in CALLS) for state in ("works", "partly", "refused")}
+    parts = [
+        HEAD,
+        "# E2B\n\n"
+        f"The calls of E2B's SDKs for Python ({versions(PYTHON)}) and\n"
+        f"JavaScript ({versions(JAVASCRIPT)}), as tests make them with the published packages.\n"
+        f"{counts['works']} work, {counts['partly']} work partly, {counts['refused']} are refused with words that say\n"
+        "why.\n"
+        "The asynchronous Python SDK makes the same requests. How to use them:\n"
+        "[Move from E2B](../how-to/move-from-e2b.md).\n\n"
+        "| Python | JavaScript | state | note |\n| --- | --- | --- | --- |\n",
+    ]
+    for call in CALLS:
+        there = "not tested" if call.javascript is None else f"`{call.javascript}`"
+        parts.append(f"| `{call.python}` | {there} | {call.state} | {_cell(call.note)} |\n")
+    return "".join(parts)

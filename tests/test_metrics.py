@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse
 
 from carrel import metrics as declared
 from carrel.errors import BY_CODE, LimitExceeded, NotFound
-from carrel.metrics import DECLARATIONS, MOST_SERIES, Metrics, SandboxSample, outcome_of
+from carrel.metrics import DECLARATIONS, MOST_SERIES, JobUse, Metrics, SandboxSample, outcome_of
 from carrel.models import JobState, State, SyncDirection
 
 Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -34,7 +34,9 @@ def value(metrics: Metrics, name: str, /, **labels: str) -> float | None:
 
 def use_all(metrics: Metrics) -> None:
     metrics.jobs({JobState.RUNNING: 2})
-    metrics.job_attempt_ended("succeeded", "ok", "", {"queued": 1.0, "running": 20.0, "archiving": None}, 0.5)
+    metrics.job_attempt_ended(
+        "succeeded", "ok", "", {"queued": 1.0, "running": 20.0, "archiving": None}, JobUse(0.5, 4096, 3, 7)
+    )
     metrics.operated("shell", "run_command", "ok", 0.002)
     metrics.egress_ended("connect", "ok", 1000, 20, 0.5)
     metrics.egress_ended("connect", "denied_by_policy", 0, 0, 0.001)
@@ -124,7 +126,7 @@ def test_what_is_declared_is_what_there_is() -> None:
         assert (family.type, family.documentation) == (each.kind, each.text)
         assert each.name.startswith("carrel_")
         if each.kind == "histogram":
-            assert each.name.endswith("_seconds") and list(each.buckets) == sorted(each.buckets)
+            assert each.name.endswith(("_seconds", "_bytes")) and list(each.buckets) == sorted(each.buckets)
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         assert labels == set(each.labels), each.name
 

@@ -24,7 +24,13 @@ def main(arguments: list[str]) -> int:
             os.execv(_started().programs.kubernetes, ["kubectl", *words])  # acts as the program it is called as
         case ["import", _, *_]:
             return subprocess.call(_started().in_mounts([*layout.IMPORT, *map(os.path.abspath, arguments[1:])]))
-    print("usage: scripts/cluster build | run COMMAND… | kubectl … | import ARCHIVE…", file=sys.stderr)
+        case ["freeze" | "thaw" as what, component]:
+            _started().signal(component, signal.SIGSTOP if what == "freeze" else signal.SIGCONT)
+            return 0
+    print(
+        "usage: scripts/cluster build | run COMMAND… | kubectl … | import ARCHIVE… | freeze COMPONENT | thaw COMPONENT",
+        file=sys.stderr,
+    )
     return 2
 
 

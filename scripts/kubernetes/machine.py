@@ -98,12 +98,19 @@ class Started:
     """The machine of a folder, as programs below `run` find it."""
 
     def __init__(self, folder: Path):
+        self.folder = folder
         self.programs = Programs(**{k: Path(v) for k, v in json.loads((folder / "programs.json").read_text()).items()})
         self._first = (folder / "pid").read_text()
 
     def in_mounts(self, command: list[str]) -> list[str]:
         """Return a command that runs another where the machine's files are."""
         return ["nsenter", "-t", self._first, "-m", "--", *command]
+
+    def signal(self, component: str, number: signal.Signals) -> None:
+        """Send a signal to a component of the cluster, for example `kube-apiserver`."""
+        process = (self.folder / f"{component}.pid").read_text()
+        kill = ["kill", "-s", str(int(number)), process]
+        subprocess.run(["nsenter", "-t", self._first, "-p", "-m", "--", *kill], check=True)
 
 
 def _make_groups(name: str) -> list[Path]:

@@ -30,6 +30,13 @@ _SYSCTLS = {
     "kernel/keys/root_maxbytes": "25000000",
 }
 """What the kubelet writes. It belongs to the whole machine below, so the kubelet gets files of its own."""
+_AUDITED = [
+    {"level": "None", "userGroups": ["system:nodes", "system:masters", "system:serviceaccounts:kube-system"]},
+    {"level": "None", "userGroups": ["system:serviceaccounts:agent-sandbox-system"]},
+    {"level": "Metadata", "userGroups": ["system:serviceaccounts"], "omitStages": ["RequestReceived"]},
+    {"level": "None"},
+]
+"""The requests of service accounts are written down, so that tests see which rights a program uses."""
 
 
 class Node:
@@ -130,9 +137,9 @@ class Node:
     def _start(self, name: str, *command: object) -> None:
         with (self._folder / f"{name}.log").open("wb") as log:
             words = [str(word) for word in command]
-            self._components[name] = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        self._components[name] = process
+        (self._folder / f"{name}.pid").write_text(str(process.pid))
 
     def _kubernetes(self, name: str, *arguments: object) -> None:
         self._start(name, self._programs["kubernetes"], name, *arguments)
@@ -156,8 +163,11 @@ class Node:
         }
         self._kubernetes("etcd", self._settings("etcd", settings))
         pki = self._pki
+        audit = {"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": _AUDITED}
         self._kubernetes(
             "kube-apiserver",
+            f"--audit-policy-file={self._settings('audit', audit)}",
+            f"--audit-log-path={self._folder}/audit.jsonl",
             f"--etcd-servers={clients}",
             "--bind-address=0.0.0.0",
             "--secure-port=6443",

@@ -97,6 +97,11 @@ class SandboxSettings(_Group):
         description="longest time from the start of a sandbox until it ends, whatever runs in it; its files are saved "
         "as after any stop. By default a sandbox may run for ever",
     )
+    survive_stop: bool = Field(
+        default=False,
+        description="leave sandboxes running when the server is stopped, where the provider can: the next start finds "
+        "them again, as after a kill. For servers that are soon started again, such as in a rolling update",
+    )
     workspace_ttl_days: Annotated[float, Field(ge=0, le=MAX_DAYS)] | None = Field(
         default=None,
         description="days without use until the workspace of a stopped or terminated sandbox is deleted, with the "
@@ -328,6 +333,56 @@ class EgressSettings(_Group):
     )
 
 
+class PortSettings(_Group):
+    """Ports of sandboxes from outside: URLs for the servers that run in them."""
+
+    domain: str | None = Field(
+        default=None,
+        max_length=200,
+        description="the domain below which every port has a host of its own, `8000-ID.DOMAIN`; `preview.example`, or "
+        "with a scheme and a port where they are not https and 443: `http://preview.localhost:7070`. The names below "
+        "it must lead to this server, and nothing else may use them",
+    )
+    allow_public: bool = Field(
+        default=False, description="let callers make ports public, which everybody reaches without a token"
+    )
+    longest_url_s: float = Field(
+        default=7 * 86_400.0, gt=0, le=30 * 86_400.0, description="most seconds until a URL of a port expires"
+    )
+    listen: str | None = Field(
+        default=None,
+        pattern=r"^[^/\s]*:[0-9]{1,5}$",
+        description="address and port for HTTPS requests, `0.0.0.0:443`; needs a certificate",
+    )
+    certificate_file: str | None = Field(
+        default=None, min_length=1, description="a PEM file with the certificate for `*.DOMAIN` and its chain"
+    )
+    key_file: str | None = Field(default=None, min_length=1, description="a PEM file with its key")
+
+    @field_validator("domain")
+    @classmethod
+    def _a_domain(cls, value: str | None) -> str | None:
+        label = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+        if value is not None and not re.fullmatch(rf"(https?://)?({label}\.)*{label}(:[0-9]{{1,5}})?", value):
+            raise ValueError("it must be a domain in lower case, such as preview.example")
+        return value
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of URLs with a host of a port."""
+        return "http" if (self.domain or "").startswith("http://") else "https"
+
+    @property
+    def authority(self) -> str:
+        """The domain, with its port if that is not the usual one."""
+        return (self.domain or "").rpartition("//")[2]
+
+    @property
+    def domain_name(self) -> str | None:
+        """The domain without a port."""
+        return None if self.domain is None else self.authority.partition(":")[0]
+
+
 class EnvironmentSettings(_Group):
     """Python environments that sandboxes share."""
 
@@ -463,6 +518,13 @@ class KubernetesSettings(_Group):
         pattern=r"^/",
         description="where this server has the root of that volume mounted; workspaces must be below it. By default "
         "`data_dir`",
+    )
+    volume_max_gb: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 20,
+        description="how many GiB the claim of the shared volume may come to ask for: it doubles when more than 80 % "
+        "are used. Its storage class has to allow that. 0 leaves its size to you",
     )
     gvisor_class: str = Field(
         default="",
@@ -710,6 +772,7 @@ class Settings(_Group):
     metrics: MetricsSettings = Field(default_factory=MetricsSettings)
     tracing: TracingSettings = Field(default_factory=TracingSettings)
     egress: EgressSettings = Field(default_factory=EgressSettings)
+    ports: PortSettings = Field(default_factory=PortSettings)
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
     images: ImageSettings = Field(default_factory=ImageSettings)
     docker: DockerSettings = Field(default_factory=DockerSettings)

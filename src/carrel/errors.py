@@ -21,6 +21,7 @@
     ├── LimitExceeded           429  a quota or a capacity is used up
     ├── RegistryFailed          502  an image registry does not answer, refuses, or broke the protocol
     ├── McpServerFailed         502  an MCP server died, did not start, or broke the protocol
+    ├── PortNotOpen             502  no server listens on that port of the sandbox, or it broke the protocol; `port`
     ├── CommandFailed           —    only with `check=True`; otherwise a non-zero exit code is a result
     └── PlatformError           500  carrel itself or its host failed; never the result of a command
         ├── ProviderUnavailable 503
@@ -211,6 +212,12 @@ class McpServerFailed(CarrelError):
     """An MCP server died, did not start, or broke the protocol. This is not a failure of carrel."""
 
     code, status, title = "mcp_server_failed", 502, "The MCP server failed"
+
+
+class PortNotOpen(CarrelError):
+    """No server listens on that port of the sandbox, or it does not speak HTTP. This is not a failure of carrel."""
+
+    code, status, title = "port_not_open", 502, "The port is not open"
 
 
 class PlatformError(CarrelError):

@@ -137,6 +137,19 @@ JOB_CPU = _declare(
     {"template": "of the job; may be empty"},
     _LONG,
 )
+JOB_MEMORY = _declare(
+    "carrel_job_memory_peak_bytes",
+    "histogram",
+    "Peak of the memory of jobs that had a sandbox of their own.",
+    {"template": "of the job; may be empty"},
+    tuple(float(2**power) for power in range(24, 36)),
+)
+JOB_BYTES = _declare(
+    "carrel_job_bytes_total",
+    "counter",
+    "Bytes that jobs brought as files and standard input, and bytes of their output.",
+    {"direction": "`in` or `out`", "template": "of the job; may be empty"},
+)
 MCP_CALL = _declare(
     "carrel_mcp_call_seconds",
     "histogram",
@@ -344,6 +357,16 @@ class SandboxSample:
     memory_peak_bytes: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class JobUse:
+    """What an attempt of a job used; None where that is not known."""
+
+    cpu_s: float | None
+    memory_peak: int | None
+    bytes_in: int
+    bytes_out: int
+
+
 class _Sandboxes(Collector):
     """The metrics of single sandboxes: those of the last measurement."""
 
@@ -400,6 +423,9 @@ class Metrics:
         ends = Counter(JOB_ENDS.name, JOB_ENDS.text, list(JOB_ENDS.labels), registry=self._registry)
         self._job_ends = _Series(ends)
         self._job_cpu = _Series(self._histogram(JOB_CPU))
+        self._job_memory = _Series(self._histogram(JOB_MEMORY))
+        job_bytes = Counter(JOB_BYTES.name, JOB_BYTES.text, list(JOB_BYTES.labels), registry=self._registry)
+        self._job_bytes = _Series(job_bytes)
         self._archive_bytes = Counter(ARCHIVE_BYTES.name, ARCHIVE_BYTES.text, registry=self._registry)
         self._syncs = _Series(self._histogram(SYNC))
         self._image_pulls = _Series(self._histogram(IMAGE_PULL))
@@ -431,12 +457,16 @@ class Metrics:
             self._job_states[state.value,].set(counts.get(state, 0))
 
     def job_attempt_ended(
-        self, state: str, exit: str, template: str, phases: Mapping[str, float | None], cpu_s: float | None
+        self, state: str, exit: str, template: str, phases: Mapping[str, float | None], used: JobUse
     ) -> None:
-        """Count the end of an attempt of a job, how many milliseconds its phases took, and its processor time."""
+        """Count the end of an attempt of a job, how many milliseconds its phases took, and what it used."""
         self._job_ends[state, exit, template].inc()
-        if cpu_s is not None:
-            self._job_cpu[template,].observe(max(0.0, cpu_s))
+        if used.cpu_s is not None:
+            self._job_cpu[template,].observe(max(0.0, used.cpu_s))
+        if used.memory_peak is not None:
+            self._job_memory[template,].observe(max(0, used.memory_peak))
+        self._job_bytes["in", template].inc(used.bytes_in)
+        self._job_bytes["out", template].inc(used.bytes_out)
         for phase, taken in phases.items():
             if taken is not None:
                 self._job_phases[phase, template].observe(taken / 1000)

@@ -29,9 +29,9 @@ from urllib.parse import urlsplit
 
 import carrel
 from carrel.config import FLEET_DATABASES, Settings, load
-from carrel.control.host import HostParts, kubernetes_options, microvm_options
+from carrel.control.host import HostParts, cluster_options, kubernetes_options, microvm_options
 from carrel.errors import CarrelError, Conflict, InvalidRequest, PlatformError
-from carrel.models import HostReport
+from carrel.models import ClusterReport, HostReport
 from carrel.primitives import tasks
 from carrel.primitives.atomic import write_file
 from carrel.primitives.imports import importing
@@ -238,6 +238,41 @@ async def _accepting_nodes(
         await tasks.cancel(running)
 
 
+def _bind_https(settings: Settings) -> socket.socket | None:
+    """Listen for HTTPS requests, if the operator wants that."""
+    ports = settings.ports
+    if ports.listen is None:
+        return None
+    if ports.certificate_file is None or ports.key_file is None:
+        raise InvalidRequest(
+            "requests over HTTPS need a certificate and its key",
+            field="ports.listen",
+            hint="set CARREL_PORTS_CERTIFICATE_FILE and CARREL_PORTS_KEY_FILE, or put a proxy in front of carrel",
+        )
+    host, _, port = ports.listen.rpartition(":")
+    return _bind(host.strip("[]") or "0.0.0.0", int(port), "ports.listen", "ports.listen")
+
+
+@asynccontextmanager
+async def _accepting_https(
+    settings: Settings, server: HttpServer, listener: socket.socket | None
+) -> AsyncIterator[None]:
+    """Accept connections with TLS while the block runs."""
+    ports = settings.ports
+    if listener is None or ports.certificate_file is None or ports.key_file is None:
+        yield
+        return
+    from carrel.api.https import Certificate
+    from carrel.primitives.tls_listener import TlsListener
+
+    certificate = await asyncio.to_thread(Certificate, ports.certificate_file, ports.key_file)
+    task = asyncio.ensure_future(TlsListener(listener, certificate.context, server.protocol).run())
+    try:
+        yield
+    finally:
+        await tasks.cancel((task,))
+
+
 def _http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -266,10 +301,13 @@ async def running(
         listener = held.enter_context(closing(_bind(settings.host, settings.port, "host", "port")))
         if (for_nodes := _bind_for_nodes(settings)) is not None:
             held.enter_context(closing(for_nodes))
+        if (https := _bind_https(settings)) is not None:
+            held.enter_context(closing(https))
         token, token_is_new = _token(settings)
         async with (
             _answering(settings, token, None, [listener], providers) as (plane, server),
             _accepting_nodes(plane, server, for_nodes),
+            _accepting_https(settings, server, https),
         ):
             url, listens_on = _urls(listener)
             try:
@@ -367,6 +405,26 @@ def local_host_report() -> HostReport:
     )
     checks = [*report.checks, disk_quota(), retention(settings.workspace_ttl_days)]
     return report.model_copy(update={"checks": checks})
+
+
+def local_cluster_report(settings: Settings) -> ClusterReport:
+    """Report what the cluster of these settings offers. Nothing is made there."""
+    from carrel.providers.kubernetes.access import find_access
+    from carrel.providers.kubernetes.api import KubernetesApi
+    from carrel.providers.kubernetes.examination import Examination
+
+    options = cluster_options(settings)
+
+    async def examine() -> ClusterReport:
+        access = find_access(options.kubeconfig)
+        api = KubernetesApi(access)
+        try:
+            checks = await Examination(api, options).run()
+        finally:
+            await api.close()
+        return ClusterReport(server=access.server, namespace=options.namespace, checks=checks)
+
+    return asyncio.run(examine())
 
 
 def make_bundle(settings: Settings) -> SupervisorBundle:
@@ -510,7 +568,13 @@ def _serve_with_workers(settings: Settings, count: int) -> None:
         )
     layout = Layout(settings.data_dir)
     layout.prepare()
-    with _locked(settings.data_dir), closing(_bind(settings.host, settings.port, "host", "port")) as listener:
+    with (
+        _locked(settings.data_dir),
+        closing(_bind(settings.host, settings.port, "host", "port")) as listener,
+        ExitStack() as held,
+    ):
+        if (https := _bind_https(settings)) is not None:
+            held.enter_context(closing(https))
         token, token_is_new = _token(settings)
         _import_for_workers()
         table, (url, listens_on) = WorkerTable(count), _urls(listener)
@@ -521,7 +585,7 @@ def _serve_with_workers(settings: Settings, count: int) -> None:
             for handler in logging.getLogger().handlers:
                 handler.setFormatter(logging.Formatter(_LOG_FORMAT.format(f"worker-{index} ")))
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_work(settings, token, table, listener, index, alone=alone))
+                runner.run(_work(settings, token, table, listener, https, index, alone=alone))
 
         def started() -> None:
             _write_record(settings, url)
@@ -598,7 +662,14 @@ async def _write(settings: Settings, table: WorkerTable) -> None:
 
 
 async def _work(
-    settings: Settings, token: str | None, table: WorkerTable, listener: socket.socket, index: int, *, alone: bool
+    settings: Settings,
+    token: str | None,
+    table: WorkerTable,
+    listener: socket.socket,
+    https: socket.socket | None,
+    index: int,
+    *,
+    alone: bool,
 ) -> None:
     """Run one worker until SIGTERM."""
     from carrel.api.serving import SharedListener
@@ -629,6 +700,7 @@ async def _work(
             stack.enter_context(closing(for_nodes))
         plane, server = await stack.enter_async_context(_answering(settings, token, worker, own))
         await stack.enter_async_context(_accepting_nodes(plane, server, for_nodes))
+        await stack.enter_async_context(_accepting_https(settings, server, https))
         await server.listen_too(worker.socket)
         stack.callback(os.unlink, worker.socket)
         reached = own[0] if own else for_nodes

@@ -10,6 +10,7 @@ from tests.support.refusals import Contract, refused
 
 from carrel.api import app as application
 from carrel.api.guard import OperationRoute
+from carrel.api.ports import PortRoute
 from carrel.client import AsyncSandbox
 from carrel.client._async.connection import AsyncConnection
 from carrel.client.locate import Address
@@ -46,6 +47,9 @@ def test_every_route_is_guarded() -> None:
             if isinstance(route, WebSocketRoute):
                 sockets.append(route.path)
                 continue
+            if isinstance(route, PortRoute):  # it asks for `permit` itself, as sockets do
+                sockets.append(route.path)
+                continue
             assert type(route) is OperationRoute, route
             if "{id}" in route.path or "{context_id}" in route.path:
                 assert route.row.id not in THEMSELVES | LISTED
@@ -59,8 +63,9 @@ def test_every_route_is_guarded() -> None:
                 assert route.row.id in LISTED | ADMINISTER
             elif "{" in route.path:
                 assert route.row.id in THEMSELVES
-    own = ["/v1/sandboxes/{id}/terminals", "/v1/sandboxes/{id}/commands/attached"]
-    assert sockets == own, "a socket asks for `permit` itself"
+    box = "/v1/sandboxes/{id}"
+    own = {f"{box}/terminals", f"{box}/commands/attached", f"{box}/ports/{{port}}", f"{box}/ports/{{port}}/"}
+    assert {*sockets} == own, "a socket asks for `permit` itself"
 
 
 def test_routes_are_those_of_the_table() -> None:
@@ -68,6 +73,7 @@ def test_routes_are_those_of_the_table() -> None:
     served = {
         (route.row.id, *(route.methods or ()), route.path) for route in routes if isinstance(route, OperationRoute)
     }
+    served |= {(route.row.id, route.row.method, route.path) for route in routes if isinstance(route, PortRoute)}
     served |= {(route.name, "WEBSOCKET", route.path) for route in routes if isinstance(route, WebSocketRoute)}
     assert served == {(row.id, row.method, row.path) for row in TABLE if row.http}
     assert len(OPERATIONS) == len([row for row in TABLE if row.scope is not None]), "an operation id is used twice"

@@ -68,6 +68,16 @@ async def test_a_job_runs_in_the_workspace_of_its_context(http: httpx.AsyncClien
     assert (await http.get("/v1/sandboxes/c/files/content", params={"path": "in/a"})).content == b"hello\n"
 
 
+async def test_secrets_are_variables_of_a_job(http: httpx.AsyncClient) -> None:
+    await http.put("/v1/contexts/c/secrets/key", json={"value": "hidden-value"})
+    work = 'test "$KEY" = "$(cat /run/secrets/key)" && echo $KEY'
+    done = await submit(http, command=work, context_id="c", secret_variables={"KEY": "key"})
+    assert (await end(http, done))["state"] == "succeeded" and "hidden" not in await text(http, done)
+    missing = await end(http, await submit(http, command="true", context_id="c", secret_variables={"KEY": "other"}))
+    assert (missing["state"], missing["attempt"]) == ("failed", 1)
+    assert missing["reason"] == "it could not be started: the secret other cannot be used: it is not there"
+
+
 async def test_a_failure_is_visible_with_its_reason(http: httpx.AsyncClient) -> None:
     done = await end(http, await submit(http, command="exit 3", context_id="c"))
     assert (done["state"], done["exit_code"], done["reason"]) == ("failed", 3, "exit code 3")

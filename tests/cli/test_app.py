@@ -39,6 +39,7 @@ def test_the_commands_are_these() -> None:
         "logs",
         "ls",
         "mcp",
+        "port",
         "ps",
         "python",
         "restore",

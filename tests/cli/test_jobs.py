@@ -23,6 +23,8 @@ def test_a_job_from_its_submission_to_its_end(carrel: Carrel) -> None:
     assert job in table and "failed" in table and "\033" not in table
     facts = json.loads(carrel("job", "show", job, "--json").stdout)
     assert facts["exit_code"] == 3 and facts["labels"] == {"a": "b"}
+    events = [json.loads(line)["kind"] for line in carrel("events", "--job", job, "--json").stdout.splitlines()]
+    assert events == ["job.queued", "job.started", "job.ended"]
     text = carrel("job", "show", job).stdout.decode()
     assert "state:" in text and "failed" in text
     again = json.loads(carrel("job", "retry", job, "--json").stdout)

@@ -12,6 +12,7 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.cluster.ground import Cluster, Ground
+    from tests.cluster.installation import Installation
 
 collect_ignore_glob = [] if "CARREL_CLUSTER" in os.environ else ["test_*.py"]
 
@@ -48,3 +49,18 @@ def grounds(cluster: Cluster) -> Iterator[Callable[..., Ground]]:
 def ground(grounds: Callable[..., Ground]) -> Ground:
     """A namespace whose pods run on runc, as sandboxes of agent-sandbox."""
     return grounds()
+
+
+@pytest.fixture(scope="session")
+def installation(cluster: Cluster) -> Iterator[Installation]:
+    """carrel as the chart installs it, with two servers."""
+    from tests.cluster.installation import Installation, add_images
+
+    add_images(cluster)
+    made = Installation(cluster)
+    try:
+        made.install()
+        yield made
+    finally:
+        print(made.said())  # pytest shows it where a test fails
+        made.remove()

@@ -18,28 +18,11 @@ from tests.support.remote_provider import identities
 from carrel.providers import bundle, bundle_image
 from carrel.providers.kubernetes.options import KubernetesOptions
 from carrel.providers.kubernetes.provider import KubernetesProvider
+from carrel.providers.kubernetes.rights import RIGHTS, rules
 
 IMAGE, BUNDLE_IMAGE = "localhost/carrel-sandbox:test", "localhost/carrel-bundle:test"
 _SCRIPT = str(Path(__file__).parents[2] / "scripts/cluster")
 _GI = "1Gi"
-RIGHTS = [
-    {"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "create", "delete"]},
-    {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create", "patch"]},
-    {"apiGroups": ["agents.x-k8s.io"], "resources": ["sandboxes"], "verbs": ["list", "create", "delete"]},
-    {
-        "apiGroups": ["extensions.agents.x-k8s.io"],
-        "resources": ["sandboxtemplates", "sandboxwarmpools"],
-        "verbs": ["list", "create", "patch", "delete"],
-    },
-    {
-        "apiGroups": ["extensions.agents.x-k8s.io"],
-        "resources": ["sandboxclaims"],
-        "verbs": ["get", "list", "watch", "create", "delete"],
-    },
-    {"apiGroups": ["networking.k8s.io"], "resources": ["networkpolicies"], "verbs": ["create", "patch"]},
-]
-"""What a server may do in the namespace of its sandboxes. Every test has these rights and no others."""
-RIGHTS_IN_DEFAULT = [{"apiGroups": [""], "resources": ["services"], "resourceNames": ["kubernetes"], "verbs": ["get"]}]
 
 
 class Cluster:
@@ -56,6 +39,18 @@ class Cluster:
 
     def get(self, *arguments: str) -> Any:
         return json.loads(self.kubectl("get", *arguments, "-o", "json"))
+
+    def audited(self) -> list[Any]:
+        """The requests of service accounts to the API, in their order."""
+        lines = Path(os.environ["CARREL_CLUSTER"], "audit.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def freeze(self, component: str) -> None:
+        """Stop a component of the cluster in such a way that its connections stay open."""
+        subprocess.run([_SCRIPT, "freeze", component], check=True, timeout=30)
+
+    def thaw(self, component: str) -> None:
+        subprocess.run([_SCRIPT, "thaw", component], check=True, timeout=30)
 
     def add_image(self, file: Path) -> None:
         subprocess.run([_SCRIPT, "import", str(file)], check=True, capture_output=True, timeout=120)
@@ -75,7 +70,7 @@ def add_images(cluster: Cluster, place: Path) -> None:
 class Ground:
     """A namespace, and a volume in a directory of this host that its pods can mount."""
 
-    def __init__(self, cluster: Cluster, place: Path, **options: object):
+    def __init__(self, cluster: Cluster, place: Path, *, storage_class: str = "", **options: object):
         self.cluster = cluster
         self.place = place
         self.name = f"carrel-{secrets.token_hex(4)}"
@@ -94,7 +89,7 @@ class Ground:
         )
         labels = {f"pod-security.kubernetes.io/{kind}": "restricted" for kind in ("enforce", "warn")}
         self._apply("Namespace", self.name, labels=labels)
-        common = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
+        common = {"accessModes": ["ReadWriteMany"], "storageClassName": storage_class}
         host = {"hostPath": {"path": str(self.volume), "type": "Directory"}, "capacity": {"storage": _GI}}
         self._apply("PersistentVolume", self.name, spec={**common, **host})
         claim = {**common, "volumeName": self.name, "resources": {"requests": {"storage": _GI}}}
@@ -103,11 +98,13 @@ class Ground:
         self.options = dataclasses.replace(self.options, kubeconfig=self.kubeconfig())
 
     def _add_account(self) -> None:
-        """Make a service account for the server. It has the rights that the how-to page lists, and no more."""
+        """Make a service account for the server. It has the rights of the table, and no more."""
         self._apply("ServiceAccount", "carrel", self.name)
-        for namespace, rules in ((self.name, RIGHTS), ("default", RIGHTS_IN_DEFAULT)):
+        for namespace, named in ((self.name, False), ("default", True)):
             name = f"carrel-{self.name}"
-            self._apply("Role", name, namespace, rules=rules)
+            self._apply(
+                "Role", name, namespace, rules=rules(tuple(each for each in RIGHTS if bool(each.name) is named))
+            )
             role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": name}
             subject = {"kind": "ServiceAccount", "name": "carrel", "namespace": self.name}
             self._apply("RoleBinding", name, namespace, roleRef=role, subjects=[subject])
@@ -136,6 +133,24 @@ class Ground:
         own = identities(name=server).sandboxes
         return KubernetesProvider(str(self.place / "run"), self.options, own, gvisor=bool(self.options.gvisor_class))
 
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of a server whose sandboxes are pods in this namespace."""
+        own = {
+            "enabled": "true",
+            "kubeconfig": self.options.kubeconfig,
+            "namespace": self.name,
+            "image": IMAGE,
+            "bundle_image": BUNDLE_IMAGE,
+            "pull_policy": "Never",
+            "volume_claim": "workspaces",
+            "volume_directory": str(self.volume),
+            "gvisor_class": self.options.gvisor_class,
+        }
+        provider = "kubernetes-gvisor" if self.options.gvisor_class else "kubernetes"
+        common = {"volumes": "directory", "sandbox.provider": provider, "spiffe.source": "carrel"}
+        return common | {f"kubernetes.{name}": value for name, value in own.items()}
+
     def with_options(self, **options: object) -> Ground:
         """Return the same namespace, used in another way."""
         other = copy.copy(self)
@@ -152,3 +167,8 @@ class Ground:
         self.cluster.kubectl("delete", "persistentvolume", self.name)
         self.cluster.kubectl("delete", "role,rolebinding", f"carrel-{self.name}", "-n", "default")
         shutil.rmtree(self.place)
+
+
+def variables(settings: dict[str, str]) -> dict[str, str]:
+    """Settings as environment variables."""
+    return {f"CARREL_{name.replace('.', '_').upper()}": value for name, value in settings.items()}

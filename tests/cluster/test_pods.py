@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
-from tests.cluster.ground import Ground
+from tests.cluster.ground import Cluster, Ground
 from tests.support.remote_provider import identities
 
 from carrel.errors import CarrelError, PlatformError, ProviderUnavailable, Unsupported
@@ -85,24 +86,29 @@ async def test_the_credentials_of_slots_are_not_left_for_agents(harness):
         assert await said(box, "grep -rlE 'BEGIN (EC )?PRIVATE' /run /tmp /home /dev/shm /opt/carrel 2>/dev/null") == ""
 
 
-async def test_nothing_of_the_cluster_is_reached(harness, cluster):
+async def reached_directly(cluster: Cluster, box: Running, other: Running) -> list[str]:
+    """What a sandbox reaches without the proxy: the API server, the node, the kubelet, another pod, metadata."""
     api = cluster.get("service", "kubernetes")["spec"]["clusterIP"]
     dial = "timeout 3 bash -c 'exec 3<>/dev/tcp/{0}/{1}' 2>/dev/null && echo reached {0}:{1}"
+    neighbour = RemoteAddress.parse(str(other.handle["socket"]))
+    places = [
+        (api, 443),
+        ("10.99.0.1", 6443),
+        ("10.99.0.1", 10250),
+        (neighbour.host, neighbour.port),
+        (METADATA, 80),
+    ]
+    found = await asyncio.gather(*(said(box, dial.format(*place)) for place in places))
+    # The same from outside of the pods: these places are there.
+    for host, port in places[:4]:
+        _, writer = await asyncio.open_connection(host, port)
+        writer.close()
+    return [each for each in found if each]
+
+
+async def test_nothing_of_the_cluster_is_reached(harness, cluster):
     async with harness.sandbox() as box, harness.sandbox() as other:
-        neighbour = RemoteAddress.parse(str(other.handle["socket"]))
-        places = [
-            (api, 443),
-            ("10.99.0.1", 6443),
-            ("10.99.0.1", 10250),
-            (neighbour.host, neighbour.port),
-            (METADATA, 80),
-        ]
-        found = await asyncio.gather(*(said(box, dial.format(*place)) for place in places))
-        assert found == [""] * len(places)
-        # The same from outside of the pods: these places are there.
-        for host, port in places[:4]:
-            _, writer = await asyncio.open_connection(host, port)
-            writer.close()
+        assert await reached_directly(cluster, box, other) == []
 
 
 async def test_a_server_of_another_authority_is_refused(harness):
@@ -205,11 +211,10 @@ async def test_an_image_that_is_not_there_is_named_and_leaves_nothing(ground):
     "more",
     [
         {"folder": FolderMounts(HostMount("/a", "/a", (0, 0)), HostMount("/b", "/b", (0, 0)))},
-        {"network": Network.ALLOWLIST},
         {"network": Network.HOST},
         {"processes": 100},
     ],
-    ids=["folder", "allowlist", "host", "processes"],
+    ids=["folder", "host", "processes"],
 )
 async def test_what_is_not_promised_is_refused(harness, ground, more):
     with pytest.raises(Unsupported):
@@ -265,6 +270,13 @@ async def test_sandboxes_are_claimed_from_a_warm_pool(pooled, cluster):
     handle = await harness.provider.claim(slot, fresh)
     async with reached(harness.provider, handle, fresh.workspace) as box:
         assert await said(box, "ls -A; echo new") == "new"
+    # Credentials are renewed before they end: then pods that have the old ones are in no pool any more.
+    pools = {each["metadata"]["name"] for each in cluster.get("sandboxwarmpools", "-n", pooled.name)["items"]}
+    harness.provider._credentials_until = 0.0
+    async with harness.sandbox(memory_mb=256) as box:
+        assert await said(box, "echo renewed") == "renewed"
+    found = {each["metadata"]["name"] for each in cluster.get("sandboxwarmpools", "-n", pooled.name)["items"]}
+    assert found and not found & pools
     await first.close()
     await harness.close()
 
@@ -274,3 +286,43 @@ async def test_sandboxes_are_claimed_from_a_warm_pool(pooled, cluster):
     await until(nothing_left)
     assert cluster.get("sandboxwarmpools,sandboxtemplates", "-n", pooled.name)["items"] == []
     assert not os.path.exists(pooled.volume / ".carrel-slots")
+
+
+async def is_bound(cluster: Cluster, ground: Ground) -> bool:
+    claim = cluster.get("persistentvolumeclaim", "workspaces", "-n", ground.name)
+    return bool(claim["status"].get("phase") == "Bound")
+
+
+@pytest.fixture(scope="session")
+def growing(cluster, grounds):
+    """A namespace whose volume has a storage class that allows claims to grow. Nothing carries it out."""
+    metadata = {"name": f"grows-{secrets.token_hex(4)}"}
+    made = {"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": metadata}
+    made |= {"provisioner": "none.example/none", "allowVolumeExpansion": True}
+    cluster.kubectl("apply", "-f", "-", stdin=made)
+    yield grounds(storage_class=metadata["name"], volume_max_gb=3)
+    cluster.kubectl("delete", "storageclass", metadata["name"])
+
+
+async def test_the_claim_of_the_volume_is_asked_to_grow(cluster, growing):
+    provider = growing.provider()
+    try:
+        growth = provider.volume_growth()
+        await until(lambda: is_bound(cluster, growing))
+        assert await growth.look(0.5) is None
+        assert await growth.look(0.85) == 2 << 30
+        claim = cluster.get("persistentvolumeclaim", "workspaces", "-n", growing.name)
+        assert claim["spec"]["resources"]["requests"]["storage"] == "2Gi"
+        assert await growth.look(0.99) is None, "the first growth has not been carried out"
+    finally:
+        await provider.close()
+
+
+async def test_a_claim_that_cannot_grow_says_so(cluster, ground):
+    provider = ground.with_options(volume_max_gb=3).provider()
+    try:
+        await until(lambda: is_bound(cluster, ground))
+        with pytest.raises(PlatformError, match=r"(?i)forbidden|only dynamically"):
+            await provider.volume_growth().look(0.85)
+    finally:
+        await provider.close()

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.cluster.ground import BUNDLE_IMAGE, IMAGE, Ground
+from tests.cluster.ground import Ground, variables
 from tests.support.kill_server import Server
 
 DEADLINE_S = 120
@@ -15,20 +15,8 @@ DEADLINE_S = 120
 @pytest.fixture
 async def server(ground: Ground) -> AsyncIterator[Server]:
     """A server with its data in the shared volume. It keeps one slot of each kind."""
-    settings = {
-        "SANDBOX_PROVIDER": "kubernetes",
-        "SPIFFE_SOURCE": "carrel",
-        "POOL_SIZE": "1",
-        "KUBERNETES_ENABLED": "true",
-        "KUBERNETES_KUBECONFIG": ground.options.kubeconfig,
-        "KUBERNETES_NAMESPACE": ground.name,
-        "KUBERNETES_IMAGE": IMAGE,
-        "KUBERNETES_BUNDLE_IMAGE": BUNDLE_IMAGE,
-        "KUBERNETES_PULL_POLICY": "Never",
-        "KUBERNETES_VOLUME_CLAIM": "workspaces",
-        "KUBERNETES_VOLUME_DIRECTORY": str(ground.volume),
-    }
-    made = Server(volumes="directory", settings={f"CARREL_{name}": value for name, value in settings.items()})
+    settings = variables(ground.settings | {"pool.size": "1"})
+    made = Server(volumes="directory", settings=settings)
     made.data = ground.volume / "d"
     try:
         await made.start()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -18,6 +19,13 @@ PLACEHOLDERS = {"integrations/NAME.py", "providers/NAME.py", "cli/NOUN.py", "tes
 SCREEN = 3000  # characters: about 30 lines of 100
 
 
+@cache
+def programs() -> list[str]:
+    """Every file of Python in the repository."""
+    return [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+
+
+@cache
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=FENCED)
@@ -37,9 +45,8 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_files_that_a_page_names_exist(page):
-    known = [path.as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     for name in re.findall(r"`([\w/.-]+\.py)`", re.sub(r"^```.*?^```$", "", page.read_text(), flags=FENCED)):
-        assert any(path.endswith(f"/{name}") for path in known) or name in PLACEHOLDERS, name
+        assert any(path.endswith(f"/{name}") for path in programs()) or name in PLACEHOLDERS, name
 
 
 def test_names_on_the_architecture_page_exist():

@@ -7,83 +7,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from random import Random
-from typing import Any
 
-import httpx
-import nats
 import pytest
+from tests.support.kill_events import Reader, delivered, events_of, kill_and_start
 from tests.support.kill_server import Server
 from tests.support.nats import NatsServer
-from tests.support.postgres import Postgres
 
 from carrel.errors import CarrelError
-from carrel.events.nats_bus import STREAM
 
 KILLS = int(os.environ.get("CARREL_EVENT_KILLS", "2"))
 CONTEXT = "busy"
-Json = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def _forks(carrel_forks: None) -> None: ...
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-async def database(request: pytest.FixtureRequest) -> AsyncIterator[str | None]:
-    if request.param == "sqlite":
-        yield None
-        return
-    postgres: Postgres = request.getfixturevalue("postgres")
-    schema = f"e{os.urandom(8).hex()}"
-    await postgres.execute(f"CREATE SCHEMA {schema}")
-    yield postgres.url(search_path=schema)
-    await postgres.execute(f"DROP SCHEMA {schema} CASCADE")
-
-
-@pytest.fixture(params=["nats", "no bus"])
-def bus(request: pytest.FixtureRequest) -> Iterator[NatsServer | None]:
-    if request.param == "no bus":
-        yield None
-        return
-    server = NatsServer()
-    yield server
-    server.close()
-
-
-class Reader:
-    """Reads the stream of all events, and connects again wherever the server is by then."""
-
-    def __init__(self, server: Server):
-        self.seen: list[Json] = []
-        self.breaks = 0
-        self._server = server
-
-    async def run(self) -> None:
-        while True:
-            with suppress(httpx.HTTPError, OSError, ValueError, KeyError):
-                await self._read()
-            self.breaks += 1
-            await asyncio.sleep(0.02)
-
-    async def _read(self) -> None:
-        about = json.loads((self._server.data / "server.json").read_bytes())
-        token = (self._server.data / "token").read_text().strip()
-        last = self.seen[-1]["id"] if self.seen else 0
-        headers = {"authorization": f"Bearer {token}", "last-event-id": str(last)}
-        async with (
-            httpx.AsyncClient(base_url=about["url"], headers=headers, timeout=30) as client,
-            client.stream("GET", "/v1/events") as answer,
-        ):
-            assert answer.status_code == 200
-            async for line in answer.aiter_lines():
-                if line.startswith("data: "):
-                    self.seen.append(json.loads(line[6:]))
 
 
 class Work:
@@ -124,25 +61,7 @@ class Work:
             await asyncio.sleep(0.02)
 
 
-async def everything(server: Server) -> list[Json]:
-    async with server.client() as client:
-        return [each.model_dump(mode="json", exclude_none=True) async for each in client.events(after=0, follow=False)]
-
-
-async def delivered(server: NatsServer, count: int) -> list[int]:
-    """The ids in the stream, once it has that many."""
-    client = await nats.connect(server.url)
-    try:
-        stream = client.jetstream()
-        async with asyncio.timeout(60):
-            while (state := (await stream.stream_info(STREAM)).state).messages < count:
-                await asyncio.sleep(0.05)
-        found = [await stream.get_msg(STREAM, seq=number) for number in range(1, state.last_seq + 1)]
-        return [int((each.headers or {})["Nats-Msg-Id"].partition("-")[2]) for each in found]
-    finally:
-        await client.close()
-
-
+@pytest.mark.timeout(300 + KILLS * 20)
 async def test_no_event_is_missing_or_doubled(database: str | None, bus: NatsServer | None) -> None:
     dice = Random(7)
     server = Server(database, "directory", settings={} if bus is None else {"CARREL_BUS": bus.url})
@@ -154,30 +73,21 @@ async def test_no_event_is_missing_or_doubled(database: str | None, bus: NatsSer
         ]
         for number in range(KILLS):
             await asyncio.sleep(dice.uniform(0.3, 1.2))
-            if bus is not None and number % 2 == 0:
-                bus.kill()
-                await asyncio.sleep(dice.uniform(0.1, 0.5))
-            server.kill()
-            await server.killed()
-            await server.start()
-            if bus is not None and number % 2 == 0:
-                await asyncio.sleep(dice.uniform(0.1, 0.5))
-                bus.start()
+            await kill_and_start(server, bus if number % 2 == 0 else None, dice)
         await asyncio.sleep(0.5)
         for task in running[1:]:
             task.cancel()
         await asyncio.gather(*running[1:], return_exceptions=True)
         async with asyncio.timeout(60 + KILLS):
             before = None
-            while (now := await everything(server)) != before:  # until the last end of a command is written
+            while (now := await events_of(server)) != before:  # until the last end of a command is written
                 before = now
                 await asyncio.sleep(0.3)
-            while not reader.seen or reader.seen[-1]["id"] < now[-1]["id"]:
-                await asyncio.sleep(0.02)
+        await reader.reaches(now[-1]["id"])
         running[0].cancel()
         await asyncio.gather(running[0], return_exceptions=True)
         assert reader.breaks >= KILLS
-        ids = [each["id"] for each in reader.seen]
+        ids = reader.ids
         assert ids == [*range(1, len(ids) + 1)], "every number once, in order"
         assert [(each["id"], each["kind"], each["body"]) for each in reader.seen] == [
             (each["id"], each["kind"], each["body"]) for each in now

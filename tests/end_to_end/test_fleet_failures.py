@@ -26,6 +26,8 @@ from tests.support.s3 import S3Server
 from tests.support.two_networks import ADDRESSES, TwoNetworks
 
 LEASE_S = 3.0
+PACE_S = 0.1
+"""From one look to the next while a lease is waited for."""
 SOCKET = ".s.PGSQL.5432"
 SHIFTED = """
 import sys, time
@@ -91,6 +93,12 @@ class Place:
         taken = (await self.http[name].post(f"{box}/snapshots")).json()["id"]
         async with asyncio.timeout(60):
             while taken not in {each["id"] for each in await self.snapshots(name, box) if each["archived"]}:
+                await asyncio.sleep(0.05)
+
+    async def counted(self, name: str, sandboxes: list[int]) -> None:
+        """Wait until a server knows that the servers have so many sandboxes."""
+        async with asyncio.timeout(60):
+            while sandboxes != [each["sandboxes"] for each in (await self.http[name].get("/v1/nodes")).json()["items"]]:
                 await asyncio.sleep(0.05)
 
     async def snapshots(self, name: str, box: str) -> list[dict[str, Any]]:
@@ -159,7 +167,9 @@ async def test_a_server_is_lost_with_its_disk(postgres: Postgres, carrel_forks: 
         assert (await place.resumed("b", "stopped"))["node"] == "b"
         assert await place.run("b", stopped, "cat file") == "all\n"
         answer = await place.http["b"].post(f"{busy}/commands", json={"command": "true"})
-        assert answer.status_code == 503 and answer.json()["code"] == "node_unreachable", answer.text
+        told = answer.status_code, answer.json()["code"]
+        soon = time.monotonic() - began < LEASE_S / 2  # on a machine that is very busy the lease may have ended by now
+        assert told == (503, "node_unreachable") or (not soon and told == (409, "not_running")), answer.text
         answer = await eventually(place.http["b"], "POST", f"{busy}/commands", json={"command": "true"})
         assert (answer.status_code, answer.json()["code"]) == (409, "not_running"), answer.text
         assert (await place.resumed("b", "busy"))["node"] == "b"
@@ -187,9 +197,7 @@ async def test_a_server_that_comes_back_late_still_has_the_newest_files(postgres
                 await asyncio.sleep(0.05)
         await place.start("a", CARREL_MAX_SANDBOXES="1")
         filler = await place.begun("a", "filler")
-        async with asyncio.timeout(60):
-            while [each["sandboxes"] for each in (await place.http["b"].get("/v1/nodes")).json()["items"]] != [1, 0]:
-                await asyncio.sleep(0.05)
+        await place.counted("b", [1, 0])
         # It has no room. The archive has older files, and another server has room: that is no reason to lose the newest.
         answer = await place.http["b"].post("/v1/sandboxes", json={"context_id": "late"})
         assert answer.status_code == 429, answer.text
@@ -199,6 +207,7 @@ async def test_a_server_that_comes_back_late_still_has_the_newest_files(postgres
         # A session that was stopped and archived may move when its server is full.
         assert (await place.http["b"].post(f"{box}/stop")).json()["state"] == "stopped"
         await place.begun("a", "filler")
+        await place.counted("b", [1, 0])
         assert (await place.resumed("b", "late"))["node"] == "b"
         assert await place.run("a", box, "cat file") == "newest\n"
 
@@ -220,6 +229,7 @@ async def test_the_database_is_away_for_longer_than_the_leases(postgres: Postgre
                     assert answer.status_code == 503 and answer.json().get("retry") is True, answer.text
                     assert int(answer.headers["retry-after"]) >= 1
                     refused.add(answer.json()["code"])
+                await asyncio.sleep(PACE_S)
         assert "database_unavailable" in refused and refused <= {"database_unavailable", "node_unreachable"}
         for line in place.lines.values():
             line.set("passes")
@@ -293,6 +303,7 @@ async def test_clocks_differ_by_hours(postgres: Postgres, carrel_forks: None) ->
         while time.monotonic() - began < 2.5 * LEASE_S:  # nobody thinks that a lease has ended, or a pass
             for other, name in (("a", "b"), ("b", "a")):
                 assert await place.run(other, boxes[name], "echo $((6*7))") == "42\n"
+            await asyncio.sleep(PACE_S)
         states = {each["name"]: each["state"] for each in (await place.http["a"].get("/v1/nodes")).json()["items"]}
         assert states == {"a": "running", "b": "running"}
         # An approval that is asked for on one server and decided on the other.
@@ -357,6 +368,7 @@ async def test_two_servers_lose_each_other_and_keep_the_database(
                     assert (answer.status_code, answer.json()["code"]) == (503, "node_unreachable"), answer.text
                     assert answer.json()["retry"] is True
                 assert time.monotonic() - began < 40
+                await asyncio.sleep(PACE_S)
             answer = await waiting
             assert (answer.status_code, answer.json()["code"]) == (503, "node_unreachable"), answer.text
             assert "may have been done" in answer.json()["hint"]

@@ -102,7 +102,7 @@ async def end_in_turns(fleet: Fleet, history: History, servers: int) -> None:
 
 
 @pytest.mark.timeout(int(240 + 3 * LONG_S))
-@pytest.mark.parametrize("servers", [2, 3])
+@pytest.mark.parametrize("servers", [2, 3] if LONG_S else [3])
 async def test_nothing_is_lost_or_run_twice_while_servers_are_killed(
     postgres: Postgres,
     s3: S3Server,

@@ -1,78 +1,36 @@
-"""Servers and sandboxes are killed at seeded moments while jobs are submitted and run: every accepted job reaches a visible
-end, none runs twice that may run once only, and a reader that reconnects misses no event and gets none twice.
+"""Servers, NATS and sandboxes are killed at seeded moments while jobs are submitted and run: every accepted job reaches a
+visible end, none runs twice that may run once only, and a reader that reconnects misses no event and gets none twice.
 
-`CARREL_JOB_KILLS=50` kills more often.
+`CARREL_JOB_KILLS=100` kills more often, in every combination.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator
 from contextlib import suppress
+from itertools import product
 from random import Random
-from typing import Any
 
-import httpx
 import pytest
+from tests.support.kill_events import Reader, delivered, events_of, kill_and_start
 from tests.support.kill_server import Server
-from tests.support.postgres import Postgres
+from tests.support.nats import NatsServer
 
 from carrel.errors import CarrelError
 from carrel.models import JobInfo, JobState
 
-KILLS = int(os.environ.get("CARREL_JOB_KILLS", os.environ.get("CARREL_KILLS", "3")))
+_ASKED = os.environ.get("CARREL_JOB_KILLS", os.environ.get("CARREL_KILLS"))
+KILLS = int(_ASKED or "3")
+EVERY = list(product(("sqlite", "postgresql"), ("no bus", "nats"), ("server", "sandboxes")))
+FEW = [("sqlite", "nats", "server"), ("postgresql", "no bus", "sandboxes")]
+"""Each of them is met once."""
 CONTEXTS = ("one", "two", "three")
 LINES = 40
-Json = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def _forks(carrel_forks: None) -> None: ...
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-async def database(request: pytest.FixtureRequest) -> AsyncIterator[str | None]:
-    if request.param == "sqlite":
-        yield None
-        return
-    postgres: Postgres = request.getfixturevalue("postgres")
-    schema = f"j{os.urandom(8).hex()}"
-    await postgres.execute(f"CREATE SCHEMA {schema}")
-    yield postgres.url(search_path=schema)
-    await postgres.execute(f"DROP SCHEMA {schema} CASCADE")
-
-
-class Reader:
-    """Reads the events of jobs, and connects again wherever the server is by then."""
-
-    def __init__(self, server: Server):
-        self.seen: list[Json] = []
-        self._server = server
-        self._last = 0
-
-    async def run(self) -> None:
-        while True:
-            with suppress(httpx.HTTPError, OSError, ValueError, KeyError):
-                await self._read()
-            await asyncio.sleep(0.02)
-
-    async def _read(self) -> None:
-        about = json.loads((self._server.data / "server.json").read_bytes())
-        token = (self._server.data / "token").read_text().strip()
-        headers = {"authorization": f"Bearer {token}", "last-event-id": str(self._last)}
-        async with (
-            httpx.AsyncClient(base_url=about["url"], headers=headers, timeout=30) as client,
-            client.stream("GET", "/v1/events?kind=job") as answer,
-        ):
-            async for line in answer.aiter_lines():
-                if line.startswith("data: "):
-                    self.seen.append(json.loads(line[6:]))
-                elif line.startswith("id: "):
-                    self._last = max(self._last, int(line[4:]))
+LONG_LINES = int(os.environ.get("CARREL_JOB_LINES", "60"))
+"""Of the jobs that survive restarts: ten a second."""
 
 
 class Submitter:
@@ -124,10 +82,13 @@ async def counted(server: Server, name: str) -> Counter[str]:
     return words
 
 
-@pytest.mark.parametrize("victims", ["server", "sandboxes"])
-async def test_every_accepted_job_reaches_a_visible_end(database: str | None, victims: str) -> None:
+@pytest.mark.timeout(300 + KILLS * 20)
+@pytest.mark.parametrize(("database", "bus", "victims"), EVERY if _ASKED else FEW, indirect=["database", "bus"])
+async def test_every_accepted_job_reaches_a_visible_end(
+    database: str | None, bus: NatsServer | None, victims: str
+) -> None:
     dice = Random(11)
-    server = Server(database, "directory")
+    server = Server(database, "directory", settings={} if bus is None else {"CARREL_BUS": bus.url})
     reader, submitters = Reader(server), [Submitter(server, number) for number in range(3)]
     try:
         await server.start()
@@ -142,9 +103,7 @@ async def test_every_accepted_job_reaches_a_visible_end(database: str | None, vi
                 for pid in dice.sample(boxes := server.sandboxes(), min(1, len(boxes))):
                     os.kill(pid, signal.SIGKILL)
             if victims == "server" or number % 2:
-                server.kill()
-                await server.killed()
-                await server.start()
+                await kill_and_start(server, bus if number % 4 < 2 else None, dice)
         await asyncio.sleep(0.5)
         for task in running[1:]:
             task.cancel()
@@ -168,13 +127,12 @@ async def test_every_accepted_job_reaches_a_visible_end(database: str | None, vi
                 assert text == "".join(f"{word} {n}\n" for n in range(1, LINES + 1)), "its output is whole"
         if victims == "server":
             assert states == {JobState.SUCCEEDED: len(found)}, "sandboxes outlive the server, and so do their jobs"
-        async with server.client() as client:
-            now = [event async for event in client.events(kinds=["job"], after=0, follow=False)]
-        async with asyncio.timeout(30):
-            while not reader.seen or reader.seen[-1]["id"] < now[-1].id:
-                await asyncio.sleep(0.02)
-        assert [each["id"] for each in reader.seen] == [event.id for event in now], "every event once, in order"
-        ends = Counter(event.job_id for event in now if event.kind == "job.ended")
+        now = await events_of(server)
+        await reader.reaches(now[-1]["id"])
+        assert reader.ids == [*range(1, reader.ids[-1] + 1)], "every event once, in order"
+        if bus is not None:
+            assert (await delivered(bus, len(now)))[: len(now)] == [each["id"] for each in now]
+        ends = Counter(each["job_id"] for each in now if each["kind"] == "job.ended")
         assert ends == Counter(found.keys())
         print(f"\n{victims}: {len(found)} jobs, {dict(states)}, {KILLS} kills")
         running[0].cancel()
@@ -184,10 +142,11 @@ async def test_every_accepted_job_reaches_a_visible_end(database: str | None, vi
         server.close()
 
 
+@pytest.mark.timeout(300 + LONG_LINES // 5)
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 async def test_a_job_survives_two_restarts_with_its_output_whole(how: str) -> None:
     server = Server(None, "directory")
-    lines = int(os.environ.get("CARREL_JOB_LINES", "60"))
+    lines = LONG_LINES
     try:
         await server.start()
         async with server.client() as client:

@@ -26,7 +26,7 @@ from carrel.workspaces.layout import encode
 DATABASES = ("sqlite", "postgresql")
 VOLUMES = ("auto", "directory")
 CHECKPOINTS = ("checkpoints", "plain")
-KILLS = 9
+KILLS = 6
 """Kills with each database, unless more are asked for."""
 HISTORY = 12
 """The most kills of one data directory."""

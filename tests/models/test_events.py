@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from carrel.errors import InvalidRequest
@@ -16,6 +16,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(max_size=20), VALUES, max_size=12))
 def test_a_body_is_bounded_ascii_json(values: dict[str, object]) -> None:
     body = body_of(values)

@@ -26,12 +26,13 @@ from tests.support import images, microvm
 from tests.support.attacks import answer, words
 from tests.support.dockerd import DockerDaemon
 from tests.support.gvisor import find_runsc
-from tests.support.known_gaps import ATTACKED, NOT_JUDGED, ON_IMAGE
+from tests.support.known_gaps import ATTACKED, NEEDED, NEVER, NOT_JUDGED, ON_IMAGE
 from tests.support.masks_ground import Hold, holding
 from tests.support.nesting import give
 from tests.support.servers import ROOT, SOURCE, USER, Server, as_user, readable, serving
 
 from carrel.client import Sandbox
+from carrel.errors import Conflict, NotFound
 from carrel.models import CommandResult
 from carrel.primitives.trees import remove_tree
 
@@ -42,9 +43,11 @@ NOT_SHARED = ("test_exhaustion", "test_termination")
 """Modules whose attacks may end the sandbox: each has its own."""
 MASKS_ON_IMAGE = ("test_masks", "test_readonly")
 """Modules whose masked sandboxes are also made from an image, as root."""
-PROVIDER = {"root in Docker": "docker", "gvisor": "gvisor", "microvm": "microvm"}
+ON_PODS = ("kubernetes", "kubernetes-gvisor")
+PROVIDER = {"root in Docker": "docker", **{name: name for name in ("gvisor", "microvm", *ON_PODS)}}
 """The provider of each setting that has another one than `namespace`. `ATTACKED` lists the modules whose attacks are made
-there; with `--on-gvisor` those of all are made in gVisor, with `--on-microvm` in virtual machines.
+there; with `--on-gvisor` those of all are made in gVisor, with `--on-microvm` in virtual machines, with `--on-kubernetes` and
+`--on-kubernetes-gvisor` in pods.
 """
 IMAGE = "attacked:1"
 
@@ -174,17 +177,18 @@ def serve() -> Callable[..., contextlib.AbstractContextManager[Server]]:
 
 
 @pytest.fixture(scope="session")
-def root_server() -> Iterator[Server]:
+def root_server(carrel_forks: None) -> Iterator[Server]:
     if not ROOT:
         pytest.skip("the server as root: the tests do not run as root")
-    with serving(user=False, options=FOLDERS) as server:
+    with serving(user=False, options=FOLDERS, forked=True) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def docker_server(docker: DockerDaemon) -> Iterator[Server]:
+def docker_server(docker: DockerDaemon, carrel_forks: None) -> Iterator[Server]:
     """A server as root whose sandboxes are containers."""
-    with serving(user=False, options={"sandbox.provider": "docker", "docker.socket": docker.socket}) as server:
+    options = {"sandbox.provider": "docker", "docker.socket": docker.socket}
+    with serving(user=False, options=options, forked=True) as server:
         for network in ("none", "allowlist"):
             _CONTAINERS[network] = server.client.sandbox(network=network)
         yield server
@@ -198,7 +202,7 @@ def user_server() -> Iterator[Server]:
 
 
 @pytest.fixture(scope="session")
-def gvisor_server(bundles: Path) -> Iterator[Server]:
+def gvisor_server(bundles: Path, carrel_forks: None) -> Iterator[Server]:
     if not ROOT or (runsc := find_runsc()) is None:
         pytest.skip("gVisor: the tests do not run as root, or scripts/build-runsc was not run")
     options = {**FOLDERS, "gvisor.runsc": runsc}
@@ -207,7 +211,7 @@ def gvisor_server(bundles: Path) -> Iterator[Server]:
         (data / "bundles").symlink_to(bundles)
 
     with (
-        serving(user=False, options=options, prepare=share_bundle) as server,
+        serving(user=False, options=options, prepare=share_bundle, forked=True) as server,
         server.client.sandbox(trust="low") as box,
     ):
         _KEPT[server.pid] = {None: box}
@@ -218,7 +222,7 @@ def gvisor_server(bundles: Path) -> Iterator[Server]:
 def microvm_server(bundles: Path) -> Iterator[Server]:
     if not ROOT or not microvm.find_kernel():
         pytest.skip("virtual machines: the tests do not run as root, or scripts/fetch-kernel was not run")
-    own = {"microvm.enabled": "true"} | {
+    own = {"microvm.enabled": "true", "lease_s": "900"} | {  # emulation leaves little time to the server
         f"microvm.{name}": value for name, value in asdict(microvm.options()).items() if value != ""
     }
 
@@ -227,23 +231,49 @@ def microvm_server(bundles: Path) -> Iterator[Server]:
 
     with (
         serving(user=False, options={**FOLDERS, **own}, prepare=share_bundle) as server,
-        server.client.sandbox(provider="microvm") as box,
+        server.client.sandbox(provider="microvm", network="none") as box,
     ):
-        _KEPT[server.pid] = {None: box}
+        _KEPT[server.pid] = {None: box, "none": box}
         yield server
 
 
 @pytest.fixture(scope="session")
+def pods_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server as root whose sandboxes are pods of a real cluster."""
+    if "CARREL_CLUSTER" not in os.environ:
+        pytest.skip("pods: there is no cluster; run this below `scripts/cluster run`")
+    from tests.cluster.ground import Cluster, Ground, add_images
+
+    cluster, place = Cluster(), Path(tempfile.mkdtemp(prefix="k"))
+    place.chmod(0o755)
+    add_images(cluster, tmp_path_factory.mktemp("images"))
+    gvisor = "gvisor" if request.config.getoption("--on-kubernetes-gvisor") else ""
+    ground = Ground(cluster, place, gvisor_class=gvisor)
+    try:
+        options = {**FOLDERS, **ground.settings}
+        with serving(user=False, options=options, data=ground.volume / "d") as server, server.client.sandbox() as box:
+            _KEPT[server.pid] = {None: box}
+            for network in ("none", "allowlist"):
+                _KEPT[server.pid][network] = server.client.sandbox(network=network)
+            yield server
+    finally:
+        ground.remove()
+
+
+@pytest.fixture(scope="session")
 def microvm_networks(microvm_server: Server) -> None:
-    """One more machine for each network, which attacks on that network share."""
-    for network in ("none", "allowlist"):
-        box = microvm_server.client.sandbox(provider="microvm", network=network)
-        _KEPT[microvm_server.pid][network] = box
+    """One more machine, which attacks on that network share."""
+    _KEPT[microvm_server.pid]["allowlist"] = microvm_server.client.sandbox(provider="microvm", network="allowlist")
+
+
+@pytest.fixture(scope="session")
+def microvm_neighbour(microvm_server: Server) -> Sandbox:
+    """One more machine, which nobody ends or limits."""
+    return microvm_server.client.sandbox(provider="microvm", network="none")
 
 
 _KEPT: dict[int, dict[str | None, Sandbox]] = {}
 """The sandbox that attackers share where to start one takes longer than an attack, by its server."""
-
 Spawn = Callable[[str, Path], subprocess.Popen[str]]
 
 
@@ -287,10 +317,20 @@ def _spawning(*, user: bool) -> Iterator[Spawn]:
 class Attacker:
     """Somebody who controls what runs in one sandbox, and what the test knows of the host."""
 
-    def __init__(self, setting: str, server: Server, host: Host, *, sharing: bool, own: bool):
+    def __init__(
+        self,
+        setting: str,
+        server: Server,
+        host: Host,
+        *,
+        sharing: bool,
+        own: bool,
+        neighbour: Callable[[], Sandbox] | None,
+    ):
         self.setting = setting
         self._sharing = sharing
         self._own = own
+        self._neighbour = neighbour
         self.sealed = setting != "process"
         self.in_folder = setting.endswith("in a folder")
         self.on_image = setting.endswith("on an image")
@@ -298,7 +338,12 @@ class Attacker:
         self.network: str | None = None
         self.server = server
         self.host = host
+        self.own_kernel = setting in ("gvisor", "microvm", "kubernetes-gvisor")
+        """Whether its processes can be seen only inside, and its budgets belong to a kernel of its own."""
+        self.from_bundle = setting in ("root in Docker", "kubernetes") or self.own_kernel
+        """Whether its supervisor is a program in its own root, with a control directory beside it."""
         self._opened: list[Sandbox] = []
+        self._shared: list[Sandbox] = []
         self._box: Sandbox | None = None
 
     @property
@@ -311,17 +356,30 @@ class Attacker:
                 _SHARED[self.server.pid] = self.server.client.sandbox(image=IMAGE)
             self._box = _SHARED[self.server.pid]
         elif self._box is None:
-            self._box = self._kept() or self.another()
+            self._box = self._kept() or self.new()
         return self._box
 
     def _kept(self) -> Sandbox | None:
         """The sandbox that attackers of a slow provider share; of virtual machines, one for each network."""
-        if self._own or (self.network is not None and self.setting != "microvm"):
+        if self._own or (self.network is not None and self.setting not in ("microvm", *ON_PODS)):
             return None
-        return _KEPT.get(self.server.pid, {}).get(self.network)
+        kept = _KEPT.get(self.server.pid, {}).get(self.network)
+        if kept is not None:
+            self._shared.append(kept)
+        return kept
 
     def another(self, context_id: str | None = None, **options: Any) -> Sandbox:
-        """One more sandbox of the same kind on the same server."""
+        """One more sandbox of the same kind on the same server, which lives on: attackers in virtual machines share it,
+        if it needs nothing of its own.
+        """
+        if self._neighbour is None or self.network not in (None, "none") or context_id is not None or options:
+            return self.new(context_id, **options)
+        found, self._neighbour = self._neighbour(), None
+        self._shared.append(found)
+        return found
+
+    def new(self, context_id: str | None = None, **options: Any) -> Sandbox:
+        """A sandbox that nobody else had or will have."""
         if not self.sealed:
             options |= {"provider": "process", "trust": "high", "network": "host"}
         elif self.network is not None:
@@ -350,7 +408,7 @@ class Attacker:
 
     def with_limits(self, **limits: float) -> Sandbox:
         """The attacker's own sandbox, with these limits."""
-        self._box = self.another(limits=limits)
+        self._box = self.new(limits=limits)
         return self._box
 
     def run(
@@ -392,10 +450,14 @@ class Attacker:
         self.expect(self.run(attack, **arguments))
 
     def close(self) -> None:
+        shared = self._shared
         if self._sharing and self._box is not None and self._box not in self._opened:
-            for command in self._box.commands.list():  # the next attacker finds nothing of this one
-                if command.running:
-                    self._box.commands.get(command.id).kill()
+            shared = [*shared, self._box]
+        for box in shared:
+            with contextlib.suppress(NotFound, Conflict):  # the attack has ended it
+                for command in box.commands.list():  # the next attacker finds nothing of this one
+                    if command.running:
+                        box.commands.get(command.id).kill()
         for opened in self._opened:
             opened.terminate(reason="end of the test", delete_files=bool(self._folders))
         for folder in self._folders:
@@ -425,7 +487,7 @@ def stock(server: Server, request: pytest.FixtureRequest) -> str:
     return IMAGE
 
 
-_SERVERS = {"root in Docker": "docker_server", "process": "user_server"}
+_SERVERS = {"root in Docker": "docker_server", "process": "user_server", **dict.fromkeys(ON_PODS, "pods_server")}
 
 
 def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Iterator[Attacker]:
@@ -433,13 +495,22 @@ def _attacker(setting: str, request: pytest.FixtureRequest, host: Host) -> Itera
     on_image = setting.endswith("on an image")
     own = request.config.getoption("--on-image") or request.module.__name__.endswith(NOT_SHARED)
     own = own or request.function.__name__ == "test_bound_sockets"  # other attacks leave ended connections
-    attacker = Attacker(setting, server, host, sharing=(on_image or setting == "root in Docker") and not own, own=own)
+    sharing = (on_image or setting == "root in Docker") and not own
+    neighbour = (lambda: request.getfixturevalue("microvm_neighbour")) if setting == "microvm" else None
+    attacker = Attacker(setting, server, host, sharing=sharing, own=own, neighbour=neighbour)
     if on_image:
         stock(server, request)
     try:
         yield attacker
     finally:
         attacker.close()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """An emulated machine needs many times as long, and there is no figure in these tests."""
+    if config.getoption("--on-microvm"):
+        for item in items:
+            item.add_marker(pytest.mark.timeout(1800))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -459,18 +530,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         more = ["microvm"]
     if metafunc.config.getoption("--on-docker"):
         more = ["root in Docker"]
+    for name in ON_PODS:
+        if metafunc.config.getoption(f"--on-{name}"):
+            more = [name]
     attack = metafunc.function.__name__
-    more = [where for where in more if attack not in NOT_JUDGED[PROVIDER.get(where, "namespace")]]
+    needed = NEEDED.get(metafunc.module.__name__.rpartition(".")[2])
+    more = [
+        where
+        for where in more
+        if attack not in NOT_JUDGED[PROVIDER.get(where, "namespace")]
+        and needed not in NEVER[PROVIDER.get(where, "namespace")]
+    ]
     if "hold" in metafunc.fixturenames:
         kinds = ["root on an image", "user on an image"]
         if not metafunc.config.getoption("--on-image"):
             kinds = ["root", "user", *(kinds[:1] if metafunc.module.__name__.endswith(MASKS_ON_IMAGE) else [])]
         if metafunc.config.getoption("--on-docker"):
             kinds = ["root in Docker"]
+        if any(metafunc.config.getoption(f"--on-{place}") for place in ("gvisor", "microvm", *ON_PODS)):
+            kinds = []
         metafunc.parametrize("hold", kinds, indirect=True, scope="module")
     for name, settings in {"attacker": ["root", "user"], "compared": ["root", "user", "process"]}.items():
         if name in metafunc.fixturenames:
-            places = ("image", "gvisor", "microvm", "docker")
+            places = ("image", "gvisor", "microvm", "docker", *ON_PODS)
             elsewhere = any(metafunc.config.getoption(f"--on-{place}") for place in places)
             own = settings[2:] if elsewhere else settings
             metafunc.parametrize(name, [*own, *more], indirect=True)

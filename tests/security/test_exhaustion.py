@@ -338,7 +338,7 @@ def test_deep_directories(attacker):
 
 def test_files_that_forbid_removal(attacker):
     """Leave files that cannot be removed."""
-    box = attacker.another()
+    box = attacker.new()
     box.commands.run(
         "mkdir -p a/b; touch a/b/c; chmod 0 a/b; chmod 0 a; mkdir -p 'n\n' \"$(printf '\\377')\"; mkfifo p; ln -s / l; chmod 0 ."
     )

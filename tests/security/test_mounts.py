@@ -305,7 +305,7 @@ def test_sys(attacker):
     def attack():
         import os
 
-        return os.listdir("/sys") or None
+        return [f"{folder}/{name}" for folder, _directories, names in os.walk("/sys") for name in names] or None
 
     attacker.attempt(attack)
 

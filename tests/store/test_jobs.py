@@ -108,9 +108,9 @@ async def test_a_write_with_an_old_fence_changes_nothing(jobs: JobStore) -> None
         return lifecycle.ended(record, now, JobOutcome(JobState.SUCCEEDED), 60.0)
 
     piece = OutputPiece(0, "stdout", b"late", 4)
-    assert await jobs.conclude(job.id, end, job.fence, 1, [piece]) is None
+    assert await jobs.conclude(job, end, [piece]) is None
     assert await jobs.output(job.id, 1, 0) == []
-    done = await jobs.conclude(job.id, end, adopted.fence, 1, [piece], {"files": [{"path": "x"}], "truncated": False})
+    done = await jobs.conclude(adopted, end, [piece], {"files": [{"path": "x"}], "truncated": False})
     assert done is not None and done.state is JobState.SUCCEEDED
     assert await jobs.get(job.id) == done
     assert await jobs.output(job.id, 1, 2) == [piece] and await jobs.output(job.id, 1, 4) == []
@@ -172,3 +172,30 @@ async def test_pages(jobs: JobStore) -> None:
     assert len((await jobs.page(limit=9, namespace="a"))[0]) == 3
     assert (await jobs.page(limit=9, states=[JobState.RUNNING]))[0] == []
     assert (await jobs.page(limit=9, contexts=["b:c"]))[0] == (await jobs.page(limit=9, context_id="b:c"))[0]
+
+
+async def test_a_job_starts_when_it_is_stored_unless_others_wait(jobs: JobStore) -> None:
+    def start(record: JobRecord, now: float) -> JobStep:
+        return lifecycle.claimed(record, now, "n", LEASE, dispatched=True)
+
+    first, _ = await jobs.insert(submitted, make(1), start)
+    assert first == await jobs.get(first.id) and (first.state, first.attempt, first.owner) == (JobState.RUNNING, 1, "n")
+    await put(jobs, make(2))
+    third, _ = await jobs.insert(submitted, make(3), start)
+    assert third.state is JobState.QUEUED
+    assert [job.id[-1] for job in await claim(jobs, "n", 1)] == ["2"]
+
+
+async def test_what_a_server_knows_of_its_job_is_compared_with_what_is_stored(jobs: JobStore) -> None:
+    await put(jobs, make(1))
+    (known,) = await claim(jobs, "n", 1)
+    await jobs.renew("n", 2 * LEASE)
+    note = partial(lifecycle.noted, facts={"phase": "running"})
+    noted = await jobs.change(known.id, note, known)
+    stored = await jobs.get(known.id)
+    assert noted is not None and stored is not None and stored.facts == noted.facts
+    assert stored.lease_until is not None and known.lease_until is not None
+    assert stored.lease_until > known.lease_until, "the lease stays as it was renewed"
+    await jobs.change(known.id, lambda record, now: lifecycle.cancelled(record, now, "p", 60.0))
+    noted = await jobs.change(known.id, partial(lifecycle.noted, facts={"output": 5}), noted)
+    assert noted is not None and noted.cancel and noted.facts.output == 5, "somebody cancelled it meanwhile"

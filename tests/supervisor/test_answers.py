@@ -17,3 +17,9 @@ async def test_frames_end_with_the_info(supervisor: Supervisor) -> None:
     assert sorted(frames[:-1]) == [(1, b"out"), (2, b"err")]
     kind, data = frames[-1]
     assert kind == 0 and json.loads(data)["exit_code"] == 4
+
+
+async def test_a_command_can_be_started_and_followed_in_one_request(supervisor: Supervisor) -> None:
+    frames = [frame async for frame in supervisor.followed("printf out", id="kchosen-1")]
+    assert frames[0] == (1, b"out") and json.loads(frames[-1][1])["id"] == "kchosen-1"
+    assert (await supervisor.result("kchosen-1"))["stdout"] == "out"

@@ -14,7 +14,6 @@ _ON_KUBERNETES = {
     Capability.IMAGE_BUILDS: "images are built with the provider `namespace`",
     Capability.LIMIT_PROCESSES: "Kubernetes has no such limit for a pod; the kubelet has one for all (`podPidsLimit`)",
     Capability.MASKS: "a pod that keeps to `restricted` cannot mount anything over its programs",
-    Capability.NETWORK_ALLOWLIST: "the egress proxy of the server is not reached from a pod yet",
     Capability.NETWORK_BRIDGE: "network policies let nothing out of a pod",
     Capability.NETWORK_HOST: "network policies let nothing out of a pod",
 }
@@ -110,7 +109,12 @@ ATTACKED: dict[str, tuple[str, ...]] = {
     "kubernetes-gvisor": (),
 }
 """Modules of `tests/security` whose attacks are made in a provider in every run of the tests. In `namespace` all are;
-in gVisor all are with `--on-gvisor`, in virtual machines with `--on-microvm`, in Docker with `--on-docker`.
+in gVisor all are with `--on-gvisor`, in virtual machines with `--on-microvm`, in Docker with `--on-docker`, in pods with
+`--on-kubernetes` and `--on-kubernetes-gvisor`, but for `MASKED` and what `NEEDED` says.
+"""
+MASKED = ("test_masks", "test_masks_stay", "test_readonly")
+"""Modules that hold masked sandboxes of `namespace` and Docker themselves. In gVisor and virtual machines masks are
+those of the same code, and judged by the conformance suite and the tests of the providers.
 """
 
 ON_IMAGE = {
@@ -125,82 +129,85 @@ ON_IMAGE = {
 they share one sandbox, as far as they need none of their own.
 """
 
+NEEDED: dict[str, Capability] = {"test_folders": Capability.FOLDERS}
+"""Modules whose attacks are made only where a provider has a capability at all."""
+
 _OWN_KERNEL = "what it reaches belongs to gVisor's kernel, which only this sandbox has"
 _NOT_SHOWN = "gVisor does not show these options of mounts; it enforces them"
 _NO_FILTER = "there is no filter inside; gVisor's kernel has one of its own on the host"
-_NO_PROCESS = "it is judged by processes on the host, and agents have none there; the provider's tests judge the end"
-_NO_FOLDERS = "a gVisor sandbox cannot work on a folder of the host"
+_POLICIES = "a pod has an interface; network policies drop what leaves by it, which only `tests/cluster` can see"
+_PORT = "the port of the supervisor is found; it answers nobody but servers, by mutual TLS"
+_NO_SOCKET = (
+    "these tests give secrets over a socket of the host, which a pod has not; the conformance suite judges them"
+)
+_IN_PODS = {
+    "test_bound_sockets": _PORT,
+    "test_change_it": _NO_SOCKET,
+    "test_devices_in_sight": "the runtime adds `/dev/mqueue` and the file of the last words of a container",
+    "test_gone_with_the_sandbox": _NO_SOCKET,
+    "test_interfaces": _POLICIES,
+    "test_mount_propagation": "volumes follow the mounts of the node; nothing inside can mount, so nothing goes back",
+    "test_mounts_are_confined": "volumes of a pod have no `nosuid` and `nodev`; no agent gains anything by such files",
+    "test_of_another_sandbox": _NO_SOCKET,
+    "test_on_no_disk_of_the_host": _NO_SOCKET,
+    "test_only_in_its_file": _NO_SOCKET,
+    "test_open_ports": _PORT,
+    "test_raise_limits": "the number of processes of a pod is limited by the kubelet",
+    "test_release_agent": "the runtime shows cgroups, read-only",
+    "test_replaced_live": _NO_SOCKET,
+    "test_routes": _POLICIES,
+    "test_run_from_there": _NO_SOCKET,
+    "test_same_user_on_the_host": "all agents have one user id on a node, unless pods have users of their own",
+    "test_sys": "the runtime shows `/sys`, read-only",
+    "test_the_descriptor_that_writes": _NO_SOCKET,
+    "test_without_isolation_there_is_no_place": "it is about the process provider",
+    "test_world_by_tcp": _POLICIES,
+    "test_world_by_udp": _POLICIES,
+}
 NOT_JUDGED: dict[str, dict[str, str]] = {
     "namespace": {},
+    "kubernetes": _IN_PODS,
     "docker": {
         "test_mounts_show_no_data_directory": "the list of mounts shows the path of the sandbox's own control directory",
-        "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
         "test_same_user_on_the_host": "all agents have one user id on the host",
     },
     "microvm": {
-        "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
-        "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",
-        "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
-        "test_leftover_mounts": "mounts of the root are listed once somebody looks into them, so their number grows",
         "test_mounts_are_confined": "the control directory can be written by root, whom no agent can become",
-        "test_open_ports": "an emulated machine cannot ask all ports in the time of this attack",
-        "test_sys": "there is an empty directory /sys/fs",
         "test_without_isolation_there_is_no_place": "it is about the process provider",
-        "test_same_user_on_the_host": "agents have no process on the host; the file servers share one user there",
-        "test_setuid_file_on_the_host": "the file cannot be made at all, which this attack takes for granted",
     },
     "gvisor": {
-        "test_a_folder_with_mounts_shows_what_is_mounted": _NO_FOLDERS,
-        "test_a_mount_inside_is_not_seen_outside": _NO_FOLDERS,
-        "test_a_new_repository_that_can_run_nothing_stays": _NO_FOLDERS,
-        "test_arguments_show_no_host_path": "attackers share a sandbox, and see commands of each other",
         "test_budgets_that_nothing_divides_are_refused": _OWN_KERNEL,
         "test_control_socket_in_sight": "the path of the socket is shown; the agent cannot reach it",
-        "test_daemon_after_a_deadline": _NO_PROCESS,
-        "test_daemon_after_kill": _NO_PROCESS,
-        "test_daemon_after_terminate": _NO_PROCESS,
         "test_descriptors_of_runners": "the numbers of descriptors are shown; none can be opened",
         "test_devices_in_sight": _OWN_KERNEL,
         "test_filter_can_be_lifted": _NO_FILTER,
-        "test_fork_storm_at_the_end": _NO_PROCESS,
-        "test_homes_of_other_contexts": _NO_FOLDERS,
         "test_inodes_in_tmp": "files of /tmp are memory of gVisor's kernel, and count towards the limit of the sandbox",
         "test_kernel_log": _OWN_KERNEL,
         "test_keyrings": _OWN_KERNEL,
         "test_limits_of_the_supervisor": (
             "an agent can lower the limits of its supervisor, and so end its own sandbox: gVisor protects other users only"
         ),
-        "test_links_out_of_the_folder_lead_nowhere": _NO_FOLDERS,
         "test_mounts_are_confined": _NOT_SHOWN,
         "test_netlink_families": _OWN_KERNEL,
         "test_new_namespaces": _OWN_KERNEL,
         "test_new_namespaces_by_clone": _OWN_KERNEL,
         "test_new_privileges": _NO_FILTER,
-        "test_one_sandbox_cannot_use_up_a_budget_of_others": _OWN_KERNEL,
-        "test_other_directories_of_the_host": "the supervisor's bundle and its control directory are in sight",
         "test_priority": _OWN_KERNEL,
-        "test_protected_paths_of_a_repository": _NO_FOLDERS,
-        "test_protected_paths_that_the_owner_replaces": _NO_FOLDERS,
         "test_raise_limits": "processes are limited by a cgroup of gVisor's kernel, not by this limit",
         "test_release_agent": _OWN_KERNEL,
         "test_run_from_there": _NOT_SHOWN,
         "test_same_user_on_the_host": "agents have no process of their own on the host",
-        "test_set_id_bits": _NO_FOLDERS,
         "test_shared_memory_counts_towards_the_limit": (
             "it does count, and the sandbox ends: no process of the sandbox can be found that has it"
         ),
         "test_signals_to_pid_1": "an agent can end its own sandbox: gVisor delivers signals to PID 1",
-        "test_stopped_processes": _NO_PROCESS,
-        "test_supervisor_killed_from_outside": _NO_PROCESS,
         "test_sys": _OWN_KERNEL,
-        "test_terminal_after_hang_up": _NO_PROCESS,
-        "test_traced_processes": _NO_PROCESS,
         "test_tunnel_device": _OWN_KERNEL,
         "test_unshare_program": _OWN_KERNEL,
-        "test_what_is_planted_for_later_is_taken_away": _NO_FOLDERS,
         "test_without_isolation_there_is_no_place": "it is about the process provider",
     },
 }
+NOT_JUDGED["kubernetes-gvisor"] = {**NOT_JUDGED["gvisor"], **_IN_PODS}
 """Attacks of `tests/security` that are not judged in a provider: they bring something, and it is no breach.
 `SECURITY.md` names what matters of them.
 """

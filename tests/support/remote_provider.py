@@ -24,7 +24,6 @@ from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.primitives.spiffe import SpiffeId
 from carrel.primitives.trees import remove_tree
 from carrel.providers import Capability, Handle, Launch, Provider, bundle, foreign_processes
-from carrel.providers.base import NETWORK_CAPABILITY
 from carrel.providers.control_directory import facts_of
 from carrel.providers.links import RemoteAddress, RemoteLink, SupervisorLink
 from carrel.providers.remote import give_facts
@@ -93,7 +92,7 @@ class RemoteProvider(Provider):
         return await self.claim(slot, launch)
 
     async def start_slot(self, launch: Launch) -> Handle:
-        self._refuse(launch)
+        self.require_for(launch)
         place = self._place(launch.id)
         try:
             await asyncio.to_thread(os.makedirs, f"{place}/private", 0o700)
@@ -125,7 +124,7 @@ class RemoteProvider(Provider):
 
     async def claim(self, slot: Handle, launch: Launch) -> Handle:
         try:
-            self._refuse(launch)
+            self.require_for(launch)
             facts = facts_of(launch, uid=SANDBOX_UID, gid=SANDBOX_UID, secrets=False, seccomp=seccomp.build())
             address = RemoteAddress.parse(str(slot["socket"]))
             ended = _ended(self._children[int(str(slot["bwrap"]))], f"{self._place(str(slot['id']))}/log")
@@ -161,19 +160,6 @@ class RemoteProvider(Provider):
         for child in self._children.values():
             await asyncio.to_thread(child.wait, 30)
         self._children.clear()
-
-    def _refuse(self, launch: Launch) -> None:
-        self.require(NETWORK_CAPABILITY[launch.network])
-        for asked, capability in (
-            (launch.cpus, Capability.LIMIT_CPUS),
-            (launch.memory_mb, Capability.LIMIT_MEMORY),
-            (launch.processes, Capability.LIMIT_PROCESSES),
-            (launch.masks, Capability.MASKS),
-            (launch.folder, Capability.FOLDERS),
-            (launch.image, Capability.IMAGES),
-        ):
-            if asked is not None:
-                self.require(capability)
 
     def _place(self, id: str) -> str:
         return os.path.join(self._run_dir, id)

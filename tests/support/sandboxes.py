@@ -95,7 +95,20 @@ class Supervisor:
     async def frames(self, name: str, *, offset: int = 0, follow: int = 1) -> AsyncIterator[tuple[int, bytes]]:
         """Output frames up to and with the end frame."""
         params = {"offset": offset, "follow": follow}
-        async with self.http.stream("GET", f"/commands/{name}/output", params=params) as answer:
+        async for frame in self._frames("GET", f"/commands/{name}/output", params):
+            yield frame
+
+    async def followed(self, command: str | list[str], **more: object) -> AsyncIterator[tuple[int, bytes]]:
+        """A command started and followed in one request: its frames up to and with the end frame."""
+        async for frame in self._frames(
+            "POST", "/commands", {"follow": 1}, {"command": command, "timeout": 20, **more}
+        ):
+            yield frame
+
+    async def _frames(
+        self, method: str, path: str, params: dict[str, int], body: object = None
+    ) -> AsyncIterator[tuple[int, bytes]]:
+        async with self.http.stream(method, path, params=params, json=body) as answer:
             assert answer.status_code == 200
             held = b""
             async for chunk in answer.aiter_bytes():

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from tests.support.fork_server import Forked, start
 
 from carrel import Client
 
@@ -76,15 +77,18 @@ def serving(
     build: bool = False,
     prepare: Callable[[Path], None] | None = None,
     open_files: int | None = None,
+    forked: bool = False,
+    data: Path | None = None,
 ) -> Iterator[Server]:
     """A server; `prepare` is given its data directory before it starts, `build` says that it builds environments,
-    `open_files` is its limit of descriptors.
+    `open_files` is its limit of descriptors. `forked`: from a process that has carrel imported (see `fork_server`); a
+    server of this user only. `data` is its data directory, if it has to be at some place.
     """
     directory = Path(tempfile.mkdtemp(prefix="carrel-attacked-"))
     command = [sys.executable, "-m", "carrel"]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
     environment["CARREL_POOL_SIZE"] = "0"  # slots come and go while a test looks for what is left of its sandboxes
-    data = directory / "data"
+    data = data or directory / "data"
     if prepare is not None:
         data.mkdir()
         prepare(data)
@@ -100,11 +104,15 @@ def serving(
     command += [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
     if open_files is not None:
         command = ["prlimit", f"--nofile={open_files}:{open_files}", *command]
-    command = ["setpriv", "--pdeathsig=TERM", "--", *command]  # a run that is killed leaves no servers
     log = (directory / "log").open("wb")
-    process = subprocess.Popen(
-        as_user(command) if user else command, env=environment, stdout=log, stderr=log, cwd="/", start_new_session=True
-    )
+    process: Forked | subprocess.Popen[bytes]
+    if forked:
+        process = start(command, env=environment, stdout=log, stderr=log, cwd="/")
+    else:
+        command = ["setpriv", "--pdeathsig=TERM", "--", *command]  # a run that is killed leaves no servers
+        if user:
+            command = as_user(command)
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd="/", start_new_session=True)
     try:
         deadline = time.monotonic() + 90
         while not (data / "server.json").exists():

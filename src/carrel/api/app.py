@@ -19,13 +19,16 @@ from pydantic.json_schema import JsonSchemaMode
 from starlette.applications import Starlette
 from starlette.responses import HTMLResponse, JSONResponse
 from starlette.routing import BaseRoute, Match, Route, Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from carrel.api import approvals, attached, commands, host, policies, problems, sandboxes, secrets
+from carrel.api.e2b.access import SandboxAccess
+from carrel.api.e2b.front import E2bFront
 from carrel.api.forwarding import Forwarding
 from carrel.api.gate import Gate
 from carrel.api.guard import OperationRoute, import_framework
 from carrel.api.page import page
+from carrel.api.port_visits import PortVisits
 from carrel.api.worker_metrics import WorkerMetrics
 from carrel.control.plane import ControlPlane
 
@@ -46,7 +49,7 @@ comes a text frame `{"exit": CommandInfo}`. The token goes into the `Authorizati
 
 def create_app(
     plane: ControlPlane, *, authenticated: bool, hosts: frozenset[str] | None = None, version: str = "0.1.0"
-) -> Gate:
+) -> ASGIApp:
     """Build the ASGI application for a control plane. Without `authenticated` it needs no token; `hosts` None accepts
     any Host header.
     """
@@ -65,24 +68,43 @@ def create_app(
     app.state.worker_metrics = None
     if plane.worker.count > 1:
         app.state.worker_metrics = WorkerMetrics(plane.routing, plane.passes, plane.worker, authenticated=authenticated)
-    return Gate(
+    gate = Gate(
         app,
         tokens=plane.tokens if authenticated else None,
         requests=plane.requests,
         redact=plane.secret_values.clean_text,
         max_body=plane.settings.max_body,
         hosts=hosts,
+        ports=plane.ports,
+        visits=_visits(plane),
         forwarding=forwarding,
         tracing=plane.tracing,
         others=plane.others,
     )
 
+    def running() -> list[tuple[str, dict[str, str]]]:
+        records = (box.record for box in plane.sessions.live())
+        return [(record.context_id, dict(record.labels)) for record in records if record.context_id is not None]
+
+    access = SandboxAccess(plane.e2b_key, plane.tokens if authenticated else None)
+    return E2bFront(gate, access, plane.settings.ports, hosts, running)
+
+
+def _visits(plane: ControlPlane) -> PortVisits:
+    """Return what recognizes requests to ports: E2B's clients use the hosts of their own domain for them too."""
+    settings = plane.settings
+    domains = {} if settings.e2b.domain is None else {settings.e2b.domain.partition(":")[0]: "https"}
+    others = frozenset({"api", "sandbox"} if domains else ())
+    if settings.ports.domain_name is not None:
+        domains[settings.ports.domain_name] = settings.ports.scheme
+    return PortVisits(domains, others)
+
 
 _FIRST = (commands, sandboxes, attached, approvals, policies, secrets, host)
 _ALL = (
-    "commands", "jobs", "python", "sandboxes", "files", "stateless", "code_contexts", "mcp_servers", "terminals",
-    "attached", "approvals", "audit", "checkpoints", "contexts", "envs", "events", "filespaces", "host", "images",
-    "metrics", "policies", "pools", "secrets", "snapshots", "templates", "tokens", "tools",
+    "commands", "ports", "jobs", "python", "sandboxes", "files", "stateless", "code_contexts", "mcp_servers",
+    "terminals", "attached", "approvals", "audit", "checkpoints", "contexts", "envs", "events", "filespaces", "host",
+    "images", "metrics", "policies", "pools", "secrets", "snapshots", "templates", "tokens", "tools",
 )  # fmt: skip
 """The most frequent first: the framework tries the routes one after the other."""
 _importing = threading.Lock()

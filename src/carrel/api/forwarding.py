@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import Message, Receive, Scope, Send
 
+from carrel.api.port_visits import FACTS, VISIT
 from carrel.api.problems import MOVED_HEADER
 from carrel.api.socket_relay import SocketRelay, with_first_message
 from carrel.connections import of_scope
@@ -60,6 +61,15 @@ _HOP = frozenset(
     }
 )  # fmt: skip
 """Headers of an answer that concern one connection, or that the gate of this server adds."""
+_OF_CONNECTION = frozenset(
+    {
+        b"host", b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"te", b"trailer", b"upgrade",
+        b"expect", b"proxy-authorization", b"proxy-connection", b"http2-settings", HEADER,
+    }
+)  # fmt: skip
+"""Headers of a request to a port that concern one connection."""
+ANSWERED_BY = b"carrel-answered-by"
+"""A header of the answers of servers in sandboxes. Nothing in them is an answer of carrel's."""
 _REPLACED = frozenset({b"x-request-id", b"traceparent", b"tracestate"})
 """Headers of a request whose values this server has checked, or makes."""
 
@@ -184,7 +194,9 @@ class Forwarding:
         if path == DEPLOY_OR_RESUME.path:
             return Subject(starts=True) if scope.get("method") == DEPLOY_OR_RESUME.method else None
         found = _NAMED.match(path)
-        if found is None or self._live.find(found[1]) is not None or scope.get("method", "GET") not in _METHODS:
+        if found is None or self._live.find(found[1]) is not None:
+            return None
+        if scope.get("method", "GET") not in _METHODS and VISIT not in scope:
             return None
         return Subject(found[1], readable=found.end() == len(path) and scope.get("method") == "GET")
 
@@ -192,7 +204,7 @@ class Forwarding:
 
     async def identify(self, scope: Scope, value: bytes) -> tuple[Identity, Pass]:
         """Return the caller of a forwarded request; `Unauthorized`."""
-        request = Forwardable(scope.get("method", "GET"), target_of(scope), kept_headers(scope["headers"]), "")
+        request = Forwardable(scope.get("method", "GET"), target_of(scope), _kept(scope), "")
         passed = self._passes.check(value, request)
         connection = of_scope(scope)
         of_worker = connection is not None and connection.is_local and self._routing.is_worker(passed.sender)
@@ -322,7 +334,9 @@ class Forwarding:
 
     def _headers(self, peer: Peer, scope: Scope, described: str, caller: Caller) -> list[tuple[bytes, bytes]]:
         """Return the headers of a forwarded request, with its pass."""
-        headers = [pair for pair in kept_headers(scope["headers"]) if pair[0] not in _REPLACED]
+        headers = [pair for pair in _kept(scope) if pair[0] not in _REPLACED]
+        if (visit := scope.get(VISIT)) is not None:
+            headers.append((FACTS, visit.facts()))
         headers.append((b"x-request-id", (caller.request_id or "").encode()))
         if (trace := trace_now(caller.trace)) is not None:
             headers += trace.headers()
@@ -335,7 +349,7 @@ class Forwarding:
 
     async def _answered(self, peer: Peer, scope: Scope, body: _Body, send: Send, caller: Caller) -> bool:
         wire = await peer.wire()
-        wire.begin(0)
+        wire.begin(0, bodiless=scope["method"] == "HEAD")
         feeding: asyncio.Task[None] | None = None
         try:
             transport = wire.transport
@@ -373,7 +387,8 @@ class Forwarding:
     async def _relay(self, wire: HttpWire, body: _Body, send: Send) -> bool:
         """Pass an answer on; False for one that says that nothing was done."""
         headers = [pair for pair in wire.headers if pair[0] not in _HOP and pair[0] != MOVED_HEADER.encode()]
-        if wire.status in {401, 409} and await _did_nothing(wire):
+        by_sandbox = any(name == ANSWERED_BY for name, _ in wire.headers)
+        if wire.status in {401, 409} and not by_sandbox and await _did_nothing(wire):
             return False
         if body.more and not body.ended.is_set():
             # A caller that is cut off while it sends would not see the answer.
@@ -464,6 +479,15 @@ class _Moves:
             self.owner = found[0].decode("latin-1") if found else None
         if self.owner is None:
             await self._send(message)
+
+
+def _kept(scope: Scope) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a request that travel with it: to a server in a sandbox nearly all."""
+    if VISIT not in scope:
+        return kept_headers(scope["headers"])
+    return [
+        pair for pair in scope["headers"] if pair[0] not in _OF_CONNECTION and not pair[0].startswith(b"sec-websocket-")
+    ]
 
 
 def target_of(scope: Scope) -> bytes:

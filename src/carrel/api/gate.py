@@ -13,18 +13,23 @@ import secrets
 import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import cast
 from urllib.parse import urlsplit
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from carrel.api.e2b.inner import IDENTIFIED
 from carrel.api.forwarding import PASS, Forwarding
 from carrel.api.parts import CALLER
+from carrel.api.port_visits import VISIT, PortVisit, PortVisits, send_page, wants_page
 from carrel.api.problems import MEDIA_TYPE, UNEXPECTED, encode, headers_of
 from carrel.connections import mark_authenticated, of_scope, replay
 from carrel.control.governance.open_requests import OpenRequest, OpenRequests
 from carrel.control.nodes.passes import HEADER, require_body, require_length
 from carrel.control.nodes.workers import OtherWorkers
 from carrel.control.operations.caller import Caller
+from carrel.control.ports.access import looks_like_one
+from carrel.control.ports.ports import Ports, Visitor
 from carrel.errors import CarrelError, InvalidRequest, TooLarge, Unauthorized
 from carrel.identity import ROOT, Identity, Tokens
 from carrel.primitives import tasks
@@ -85,6 +90,8 @@ class Gate:
         redact: Redact,
         max_body: int,
         hosts: frozenset[str] | None,
+        ports: Ports,
+        visits: PortVisits,
         forwarding: Forwarding | None,
         tracing: Tracing | None,
         others: OtherWorkers | None,
@@ -95,6 +102,8 @@ class Gate:
         self._redact = redact
         self._max_body = max_body
         self._hosts = hosts
+        self._ports = ports
+        self._visits = visits
         self._forwarding = forwarding
         self._tracing = tracing
         self._others = others
@@ -131,8 +140,11 @@ class Gate:
             await send(message)
 
         try:
+            is_forwarded = any(name == HEADER for name, _ in scope["headers"])
+            visit = self._visits.recognize(scope, forwarded=is_forwarded)
             headers = {name: value for name, value in scope["headers"] if name in _WANTED}
-            self._admit(scope, headers)
+            if visit is None or not (visit.by_host or is_forwarded):  # a port has a host of its own
+                self._admit(scope, headers)
             if self._others is not None and self._others.changed:
                 await self._others.follow()
             identity = await self._identify(scope, headers)
@@ -232,6 +244,9 @@ class Gate:
                 )
 
     async def _identify(self, scope: Scope, headers: dict[bytes, bytes]) -> Identity:
+        if (known := scope.get(IDENTIFIED)) is not None:  # only code of this process can set it
+            mark_authenticated(scope)
+            return cast(Identity, known)
         if HEADER in headers:
             return await self._forwarded(scope, headers)
         connection = of_scope(scope)
@@ -241,6 +256,10 @@ class Gate:
                 field="Carrel-Forwarded",
                 hint="ask the server at its address for clients",
             )
+        if (visit := scope.get(VISIT)) is not None:
+            identity = await self._visitor(visit)
+            mark_authenticated(scope)
+            return identity
         if self._tokens is None:
             mark_authenticated(scope)
             return ROOT
@@ -256,6 +275,24 @@ class Gate:
         identity = await self._tokens.identify(given.strip())
         mark_authenticated(scope)
         return identity
+
+    async def _visitor(self, visit: PortVisit) -> Identity:
+        """Return the identity that a visitor of a port acts for."""
+        sandbox, port, shown = visit.sandbox, visit.port, visit.shown
+        if shown is not None and looks_like_one(shown):
+            visitor = await self._ports.admits(sandbox, port, shown)
+        elif self._tokens is None:
+            visitor = Visitor(ROOT, "token")
+        elif shown is not None:
+            if visit.in_query:  # it would be in histories and logs
+                raise Unauthorized(
+                    "this is no access to a port", field="carrel-access", hint="ask for a URL of the port"
+                )
+            visitor = Visitor(await self._tokens.identify(shown), "token")
+        else:
+            visitor = await self._ports.admits_anyone(sandbox, port)
+        visit.by, visit.expires_at, visit.wake = visitor.by, visitor.expires_at, visitor.wake
+        return visitor.identity
 
     async def _forwarded(self, scope: Scope, headers: dict[bytes, bytes]) -> Identity:
         """Return the caller of a request that another server forwards."""
@@ -297,6 +334,8 @@ class Gate:
 
     @staticmethod
     def _streams(scope: Scope) -> bool:
+        if VISIT in scope:
+            return bool(scope["type"] == "http")
         known = STREAMED.get(scope["method"]) if scope["type"] == "http" else None
         return known is not None and known.fullmatch(scope["path"]) is not None
 
@@ -402,10 +441,13 @@ async def _end(scope: Scope, send: Send, error: CarrelError, *, started: bool) -
 
 
 async def _refuse(scope: Scope, send: Send, error: CarrelError) -> None:
+    if VISIT in scope and wants_page(scope):
+        await send_page(error, send)
+        return
     body = encode(error.problem())
     headers = [(b"content-type", MEDIA_TYPE.encode()), (b"content-length", b"%d" % len(body))]
     headers += [(name.encode(), value.encode()) for name, value in headers_of(error).items()]
-    if error.status == 401:
+    if error.status == 401 and VISIT not in scope:  # a browser would ask for a password
         headers.append((b"www-authenticate", b"Bearer"))
     if error.status == 413:
         headers.append((b"connection", b"close"))

@@ -20,6 +20,7 @@ _COMMANDS = {
     "exec": ("Commands", "commands.execute"),
     "python": ("Commands", "python.python"),
     "sh": ("Commands", "commands.sh"),
+    "port": ("Commands", "ports.port"),
     "logs": ("Commands", "commands.logs"),
     "events": ("Commands", "events.events"),
     "job": ("Commands", "jobs.app"),

@@ -28,6 +28,7 @@ def events(
     kind: Annotated[
         list[str] | None, typer.Option("--kind", "-k", help="Only this kind, or family such as `command`; repeatable.")
     ] = None,
+    job: Annotated[str | None, typer.Option(metavar="JOB", help="Only of the job with this id.")] = None,
     after: Annotated[int, typer.Option(min=0, help="Begin after the event with this id.")] = 0,
     json: options.Json = False,
 ) -> None:
@@ -36,10 +37,11 @@ def events(
     \b
     carrel events conversation-42
     carrel events -f --kind command --kind approval
+    carrel events -f --job JOB
     """
     found = False
     with connected() as client:
-        for event in client.events(context, kinds=kind, after=after, follow=follow):
+        for event in client.events(context, kinds=kind, job=job, after=after, follow=follow):
             found = True
             if json:
                 print_line(event)

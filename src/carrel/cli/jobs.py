@@ -47,6 +47,10 @@ def run(
     ] = False,
     cwd: Annotated[str | None, typer.Option("--cwd", help="Directory to run in, relative to the workspace.")] = None,
     env: options.Env = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=SECRET]", help="A variable with a secret of the context or template. Repeatable."),
+    ] = None,
     file: Annotated[
         list[str] | None,
         typer.Option(metavar="PATH[=LOCAL]", help="A file that is written to the workspace first. Repeatable."),
@@ -84,6 +88,8 @@ def run(
             context=context,
             cwd=cwd,
             env=options.environment(env) or None,
+            secret_variables=_pairs([each if "=" in each else f"{each}={each}" for each in secret or ()], "--secret")
+            or None,
             files=dict(map(_file, file or [])) or None,
             artifacts=artifact,
             image=sandbox.image,
@@ -95,7 +101,7 @@ def run(
             timeouts=timeouts or None,
             retries=retries,
             priority=priority,
-            labels=_labels(label) or None,
+            labels=_pairs(label, "--label") or None,
             snapshot=snapshot or None,
             workspace="remove" if remove else None,
         )
@@ -274,10 +280,10 @@ def _file(word: str) -> tuple[str, bytes]:
         raise InvalidRequest(f"{local or path} cannot be read: {error.strerror}", field="--file") from None
 
 
-def _labels(given: list[str] | None) -> dict[str, str]:
+def _pairs(given: list[str] | None, option: str) -> dict[str, str]:
     for word in given or []:
         if "=" not in word:
-            raise typer.BadParameter(f"'{word}' is not NAME=VALUE", param_hint="--label")
+            raise typer.BadParameter(f"'{word}' is not NAME=VALUE", param_hint=option)
     return {word.partition("=")[0]: word.partition("=")[2] for word in given or []}
 
 

@@ -32,6 +32,8 @@ def ls(json: options.Json = False) -> None:
     with connected() as client:
         found = client.pools()
     print_items(found, json, _COLUMNS, _row)
+    if not found and not json:
+        note("there are no pools yet: the first sandbox of a provider that starts slowly makes one")
 
 
 def _row(info: PoolInfo) -> list[str]:

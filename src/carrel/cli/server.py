@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from carrel.cli import options
 from carrel.cli.connecting import connected
+from carrel.cli.failures import note
 from carrel.cli.printing import coloured, plain, print_json, print_table
 from carrel.primitives.imports import importing
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from carrel.models import HostReport, LevelStatus
+    from carrel.models import Check, HostReport, LevelStatus
 
 _COLOURS = {"ok": "green", "degraded": "yellow", "missing": "red"}
 
@@ -71,17 +72,27 @@ def serve(
 
 def doctor(
     server: Annotated[bool, typer.Option("--server", help="Check the host of the running server instead.")] = False,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Check the cluster of the settings instead.")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option(help="A settings file, with --kubernetes.", show_default="carrel.toml")
+    ] = None,
     json: options.Json = False,
 ) -> None:
     """Check which isolation this host offers, what is missing and how to get it. Needs no server.
 
     Shows the features of the kernel, every isolation level with its providers, and every provider, also those that are
-    switched off. Exits with 1 when no isolating provider is available.
+    switched off. Exits with 1 when no isolating provider is available. With `--kubernetes` it shows what the cluster of
+    the settings offers for sandboxes, and exits with 1 when something is missing. It makes nothing there.
 
     \b
     carrel doctor
     carrel doctor --json | jq '.providers[] | select(.available)'
+    carrel doctor --kubernetes
     """
+    if kubernetes:
+        _examine_cluster(config, as_json=json)
     if server:
         with connected() as client:
             report = client.host()
@@ -96,20 +107,41 @@ def doctor(
         print_json(report)
     else:
         _show(report)
+        if not server:
+            note("\nA server started here, with the settings of this shell, finds this. To ask one that runs: --server")
     isolating = any(provider.available and provider.isolation_level > 0 for provider in report.providers)
     raise typer.Exit(0 if isolating else 1)
 
 
-def _show(report: HostReport) -> None:
-    print(f"kernel {plain(report.kernel)}, user {plain(report.user)}\n")
+def _examine_cluster(config: Path | None, *, as_json: bool) -> NoReturn:
+    """Show what the cluster offers, and end."""
+    with importing():
+        from carrel import config as settings
+        from carrel.server import local_cluster_report
+
+    report = local_cluster_report(settings.load({}, config=config))
+    if as_json:
+        print_json(report)
+    else:
+        print(f"cluster {plain(report.server)}, namespace {plain(report.namespace)}\n")
+        _show_checks("PART", report.checks)
+    raise typer.Exit(1 if any(check.status == "missing" for check in report.checks) else 0)
+
+
+def _show_checks(heading: str, checks: list[Check]) -> None:
     rows: list[list[str | Text]] = []
-    for check in report.checks:
+    for check in checks:
         remedy = f" Remedy: {check.remedy}" if check.remedy and check.status != "ok" else ""
         status = coloured(check.status, _COLOURS[check.status])
-        rows.append([check.name, status, check.found, f"{check.why}{remedy}"])
-    print_table(["PRIMITIVE", "STATUS", "FOUND", "WHY IT MATTERS"], rows, wrap=True)
+        rows.append([check.name, status, plain(check.found), f"{check.why}{plain(remedy)}"])
+    print_table([heading, "STATUS", "FOUND", "WHY IT MATTERS"], rows, wrap=True)
+
+
+def _show(report: HostReport) -> None:
+    print(f"kernel {plain(report.kernel)}, user {plain(report.user)}\n")
+    _show_checks("PRIMITIVE", report.checks)
     print()
-    rows = []
+    rows: list[list[str | Text]] = []
     for level in report.levels:
         trust = f"trust {', '.join(level.enough_for)}"
         rows.append([f"{level.level}: {level.meaning}", _state(level.available), trust, _serves(level)])

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from carrel.client._async.jobs import AsyncJob, AsyncJobs
     from carrel.client._async.mcp import AsyncMcp
     from carrel.client._async.policies import AsyncPolicy
+    from carrel.client._async.port_tunnel import AsyncPortTunnel
+    from carrel.client._async.ports import AsyncPorts
     from carrel.client._async.python import AsyncCellStream, AsyncCodeContext, AsyncPython
     from carrel.client._async.sandbox import AsyncSandbox
     from carrel.client._async.secrets import AsyncSecrets
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from carrel.client._sync.jobs import Job, Jobs
     from carrel.client._sync.mcp import Mcp
     from carrel.client._sync.policies import Policy
+    from carrel.client._sync.port_tunnel import PortTunnel
+    from carrel.client._sync.ports import Ports
     from carrel.client._sync.python import CellStream, CodeContext, Python
     from carrel.client._sync.sandbox import Sandbox
     from carrel.client._sync.secrets import Secrets
@@ -70,6 +74,8 @@ __all__ = [
     "AsyncMcp",
     "AsyncOutputStream",
     "AsyncPolicy",
+    "AsyncPortTunnel",
+    "AsyncPorts",
     "AsyncPython",
     "AsyncSandbox",
     "AsyncSandboxEnvironments",
@@ -96,6 +102,8 @@ __all__ = [
     "Output",
     "OutputStream",
     "Policy",
+    "PortTunnel",
+    "Ports",
     "Python",
     "Sandbox",
     "SandboxEnvironments",
@@ -112,6 +120,7 @@ _MODULES = {
     "approvals": "Approvals", "audit": "Audit", "checkpoints": "FolderCheckpoints", "client": "Client",
     "commands": "Command Commands OutputStream", "envs": "Environments SandboxEnvironments", "files": "Files",
     "filespace": "Filespace", "images": "Images", "jobs": "Job Jobs", "mcp": "Mcp", "policies": "Policy",
+    "port_tunnel": "PortTunnel", "ports": "Ports",
     "python": "CellStream CodeContext Python",
     "sandbox": "Sandbox", "secrets": "Secrets", "stateless": "StatelessPython", "terminal": "Terminal",
     "tokens": "Tokens",

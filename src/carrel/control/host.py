@@ -167,9 +167,12 @@ def microvm_options(settings: MicrovmSettings) -> MicrovmOptions | None:
 
 def kubernetes_options(settings: Settings) -> KubernetesOptions | None:
     """Return how a cluster is used, or None if it is not."""
+    return cluster_options(settings) if settings.kubernetes.enabled else None
+
+
+def cluster_options(settings: Settings) -> KubernetesOptions:
+    """Return how a cluster would be used."""
     given = settings.kubernetes
-    if not given.enabled:
-        return None
     fields = given.model_dump(exclude={"enabled", "kubeconfig", "volume_directory"})
     return KubernetesOptions(
         **fields,

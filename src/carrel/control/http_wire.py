@@ -51,6 +51,7 @@ class HttpWire(asyncio.Protocol):
         self._can_write = True
         self._paused = False
         self._busy = False
+        self._bodiless = False
         self.reset(0)
 
     def reset(self, limit: int) -> None:
@@ -67,9 +68,10 @@ class HttpWire(asyncio.Protocol):
         self._raw = 0
         self._body = 0
 
-    def begin(self, limit: int) -> None:
-        """Begin an exchange; `limit` as for `reset`."""
+    def begin(self, limit: int, *, bodiless: bool = False) -> None:
+        """Begin an exchange; `limit` as for `reset`. `bodiless`: its answer has a head only, whatever that says."""
         self.reset(limit)
+        self._bodiless = bodiless
         self._parser = httptools.HttpResponseParser(self)
         self._busy = True
 
@@ -139,6 +141,10 @@ class HttpWire(asyncio.Protocol):
             self.fail(self._lost(f"answered more than {self.limit} bytes"))
         elif not self.limit:
             self._wake()
+        if self._bodiless and self.failure is None:
+            self.complete = True
+            if self.transport is not None:
+                self.transport.close()
 
     def on_body(self, body: bytes) -> None:
         """Keep a piece of the body; a stream stops reading while its caller is behind."""

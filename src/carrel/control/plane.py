@@ -45,6 +45,7 @@ from carrel.control.operations.admission import Admission
 from carrel.control.operations.command_ends import CommandEnds
 from carrel.control.operations.happened import events_of
 from carrel.control.operations.operations import Operations, OwnOperations
+from carrel.control.ports.ports import Ports
 from carrel.control.python.calls import PythonOperations
 from carrel.control.python.code_contexts import CodeContextOperations
 from carrel.control.python.environment_builds import Builder
@@ -115,6 +116,7 @@ from carrel.store.leases import LeaseStore
 from carrel.store.mcp_servers import McpServerStore
 from carrel.store.nodes import NodeStore
 from carrel.store.policies import PolicyStore
+from carrel.store.ports import PublicPortStore
 from carrel.store.snapshots import SnapshotStore
 from carrel.store.tokens import TokenStore
 from carrel.tracing import Tracing
@@ -209,6 +211,7 @@ class ControlPlane:
         )
         self.identities = host.identities
         self.peers = Peers(nodes, None if host.identities is None else host.identities.node)
+        self.e2b_key = vault.derived("e2b access")
         self.passes = Passes(vault.derived("forwarding"), node, nodes.me.boot, nodes.now)
 
         # admission
@@ -361,6 +364,9 @@ class ControlPlane:
             sessions, operations, filespace_store, files, masks, default_cap=settings.sandbox.disk_mb * MB
         )
         self.bundles = Bundles(operations)
+        self.ports = Ports(
+            settings.ports, PublicPortStore(database), sessions, operations, self.tokens, vault.derived("ports")
+        )
         self.checkpoints = CheckpointOperations(sessions, operations, checkpoints)
 
         # Python, MCP servers, calls without a context
@@ -651,7 +657,7 @@ class ControlPlane:
             )
 
     async def close(self) -> None:
-        """End every sandbox in which no job runs, and release everything."""
+        """End every sandbox in which no job runs, unless sandboxes survive a stop, and release everything."""
         self.approvals.close()
         await tasks.cancel([self._upkeep_task, self._following, self._refreshing])
         with_jobs = await self.jobs.close()
@@ -664,7 +670,7 @@ class ControlPlane:
             await self._mcp_links.close()
             await self.environments.close()
             await self.upkeep.flush()
-            await self.sessions.shutdown(leave=with_jobs)
+            await self.sessions.shutdown(leave=with_jobs, survive=self.settings.sandbox.survive_stop)
         finally:
             await self._slots.close()
             self.peers.close()

@@ -52,6 +52,8 @@ FALLBACKS = {"/etc/passwd": rootfs.PASSWD, "/etc/group": rootfs.GROUP, "/etc/nss
 """Files that a root has even if its image lacks them."""
 _BOTTOM_PLAN: rootfs.Plan = (
     rootfs.EmptyDirectory("/etc"),
+    rootfs.EmptyDirectory("/home"),
+    rootfs.Symlink("/home/user", inside.WORKSPACE),  # the home of programs that are written for E2B
     *(rootfs.TextFile(path, text) for path, text in FALLBACKS.items()),
 )
 

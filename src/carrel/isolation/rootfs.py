@@ -231,6 +231,7 @@ def base_plan(links: Mapping[str, str | None], host: str = "/", names: Sequence[
             for name in ("proc", "root", "run", "srv", "sys", "tmp", "usr", "var", "workspace")
         ),
         *(EmptyDirectory(f"/{name}") for name in names),
+        Symlink("/home/user", WORKSPACE),  # the home of programs that are written for E2B
         EmptyDirectory(SECRETS),
         EmptyDirectory(ENVIRONMENTS),
         EmptyDirectory("/var/lib"),

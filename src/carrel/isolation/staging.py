@@ -99,32 +99,61 @@ def _empty_file() -> int:
     return file
 
 
-def stage(order: StageOrder) -> None:
-    """Move this process into a new mount namespace, with the root built there. Raises `OSError`, or as masks do."""
+def stage(order: StageOrder, users: int = -1) -> bool:
+    """Move this process into a new mount namespace, with the root built there. Raises `OSError`, or as masks do.
+
+    `users` is a user namespace: what can be written and the image show the users of the host that those on the disk
+    are there. Returns whether they do; some file systems cannot.
+    """
     linux.unshare(linux.CLONE_NEWNS)
     linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
     owned = f",uid={order.owner},gid={order.owner}"
     flags = linux.MS_NOSUID | linux.MS_NODEV | linux.MS_NOEXEC
     if order.secrets:
         linux.mount("tmpfs", order.secrets, "tmpfs", flags, _SECRETS + owned)
+    trees = [_opened(each) for each in order.mounts]
+    written = [tree for tree, each in zip(trees, order.mounts, strict=True) if each.writable]
+    mapped = users >= 0 and all(_mapped(tree, users) for tree in written)
     if len(order.layers) == 1:
-        _attach(StagedMount(order.layers[0], ""), order.root)
+        _attach(_opened(StagedMount(order.layers[0], "")), order.root)
     else:
+        for layer in order.layers if mapped else ():
+            _map_layer(layer, users)
         options = f"lowerdir={':'.join(order.layers)}"
         linux.mount("overlay", order.root, "overlay", linux.MS_RDONLY | linux.MS_NOSUID | linux.MS_NODEV, options)
-    for each in order.mounts:
-        _attach(each, order.root)
+    for tree, each in zip(trees, order.mounts, strict=True):
+        _attach(tree, order.root + each.target)
     if order.masks:
         _mask(order)
+    return mapped
 
 
-def _attach(each: StagedMount, root: str) -> None:
+def _opened(each: StagedMount) -> int:
+    """Return a detached mount. One that is not attached ends with this process, as every failure here does."""
     tree = linux.open_tree(each.source, recursive=True)
+    linux.set_mount_attributes(tree, _WRITABLE if each.writable else _READ_ONLY, recursive=True)
+    return tree
+
+
+def _attach(tree: int, target: str) -> None:
+    linux.move_mount(tree, target)
+    os.close(tree)
+
+
+def _mapped(tree: int, users: int) -> bool:
     try:
-        linux.set_mount_attributes(tree, _WRITABLE if each.writable else _READ_ONLY, recursive=True)
-        linux.move_mount(tree, root + each.target)
-    finally:
-        os.close(tree)
+        linux.set_mount_attributes(tree, linux.MOUNT_ATTR_IDMAP, users)
+    except OSError:
+        return False
+    return True
+
+
+def _map_layer(layer: str, users: int) -> None:
+    """Mount a layer over itself, with its users; where the file system cannot, they are as on the disk."""
+    tree = linux.open_tree(layer)
+    if _mapped(tree, users):
+        linux.move_mount(tree, layer)
+    os.close(tree)
 
 
 def _mask(order: StageOrder) -> None:

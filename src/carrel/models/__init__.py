@@ -87,6 +87,7 @@ from carrel.models.governance import TokenPage as TokenPage
 from carrel.models.governance import TokenRequest as TokenRequest
 from carrel.models.governance import TokenScope as TokenScope
 from carrel.models.host import Check as Check
+from carrel.models.host import ClusterReport as ClusterReport
 from carrel.models.host import DiskPart as DiskPart
 from carrel.models.host import DiskUsage as DiskUsage
 from carrel.models.host import HostReport as HostReport
@@ -124,6 +125,11 @@ from carrel.models.mcp import McpServerName as McpServerName
 from carrel.models.mcp import McpServerRequest as McpServerRequest
 from carrel.models.mcp import McpState as McpState
 from carrel.models.mcp import McpTool as McpTool
+from carrel.models.ports import MAX_PORT_WAIT_S as MAX_PORT_WAIT_S
+from carrel.models.ports import PortInfo as PortInfo
+from carrel.models.ports import PortList as PortList
+from carrel.models.ports import PortUrl as PortUrl
+from carrel.models.ports import ShareRequest as ShareRequest
 from carrel.models.python import MAX_PYTHON_TIMEOUT_S as MAX_PYTHON_TIMEOUT_S
 from carrel.models.python import PYTHON_TIMEOUT_S as PYTHON_TIMEOUT_S
 from carrel.models.python import CellError as CellError

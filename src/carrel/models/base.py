@@ -22,6 +22,9 @@ TemplateName = ShortName
 
 EnvName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,255}$")]
 
+SecretFileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
+"""The name of a secret, as that of its file in the sandbox."""
+
 NoNul = Annotated[str, StringConstraints(pattern=r"^[^\x00]*$")]
 
 OwnId = Annotated[str, StringConstraints(pattern=r"^k[A-Za-z0-9_-]{7,63}$")]

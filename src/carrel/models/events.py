@@ -50,6 +50,8 @@ class EventKind(StrEnum):
     JOB_CANCELLING = "job.cancelling"
     JOB_ENDED = "job.ended"
     JOB_REMOVED = "job.removed"
+    PORT_SHARED = "port.shared"
+    PORT_CLOSED = "port.closed"
     POOL_DRY = "pool.dry"
     NOTICE = "notice"
     LOG = "log"
@@ -84,6 +86,8 @@ MEANINGS: Mapping[EventKind, str] = {
     EventKind.JOB_CANCELLING: "somebody cancelled a job; `job.ended` confirms it",
     EventKind.JOB_ENDED: "a job has ended: `state`, and `reason` where it is not obvious",
     EventKind.JOB_REMOVED: "the record of a job was removed: its time to live is over",
+    EventKind.PORT_SHARED: "somebody made a URL for a `port`, for everybody if it is `public`",
+    EventKind.PORT_CLOSED: "a public port was made private again",
     EventKind.POOL_DRY: "a sandbox found no slot ready in its pool; the next event comes after the pool was full again",
     EventKind.NOTICE: "carrel tells the owner of the session something",
     EventKind.LOG: "a log record that a program sent",

@@ -69,6 +69,14 @@ class HostReport(Answer):
     providers: list[ProviderStatus]
 
 
+class ClusterReport(Answer):
+    """The output of `carrel doctor --kubernetes`."""
+
+    server: str = Field(description="the address of the API server; empty if no cluster is known")
+    namespace: str = Field(description="the namespace of the sandboxes")
+    checks: list[Check]
+
+
 class NodeInfo(Answer):
     """A server among those on one database."""
 

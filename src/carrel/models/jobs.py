@@ -18,6 +18,7 @@ from carrel.models.base import (
     EnvName,
     NoNul,
     Request,
+    SecretFileName,
     Stdin,
     TemplateName,
 )
@@ -142,6 +143,12 @@ class JobRequest(Request):
     context_id: ContextId | None = Field(default=None, description="the context in whose workspace it runs")
     cwd: NoNul | None = Field(default=None, max_length=MAX_PATH, description="relative to the workspace")
     env: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256, description="environment variables")
+    secret_variables: dict[EnvName, SecretFileName] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="environment variables with secrets of its context or template: name of the variable → name of the "
+        "secret. The record of the job has no values",
+    )
     stdin: Stdin | None = Field(default=None, description="text for standard input, which is then closed")
     files: dict[NoNul, str] = Field(
         default_factory=dict, max_length=256, description="files that are written before it starts: path → base64"
@@ -196,8 +203,10 @@ class JobRequest(Request):
         if self.mcp is not None:
             if self.context_id is None:
                 raise ValueError("an MCP call needs context_id: its servers belong to a context")
-            if self.stdin is not None or self.env or self.cwd is not None:
-                raise ValueError("an MCP call has no stdin, env and cwd: they belong to the server")
+            if self.stdin is not None or self.env or self.secret_variables or self.cwd is not None:
+                raise ValueError("an MCP call has no stdin, cwd and variables: they belong to the server")
+        if twice := self.env.keys() & self.secret_variables.keys():
+            raise ValueError(f"the variable {min(twice)} is in env and in secret_variables")
         for pattern in self.artifacts:
             require_inside(pattern)
         if self.workspace is JobWorkspace.REMOVE:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from carrel.models.base import MAX_PATH, Answer, EnvName, NoNul, Request, ShortName
+from carrel.models.base import MAX_PATH, Answer, EnvName, NoNul, Request, SecretFileName, ShortName
 from carrel.models.environments import PythonVersion, Requirements
 
 MCP_TIMEOUT_S = 60.0
@@ -23,8 +23,6 @@ NpmPackage = Annotated[
 ]
 """The name of an npm package, optionally with a version or a tag: `@scope/name@1.2`."""
 
-_SecretFile = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,127}$")]
-
 McpState = Literal["stopped", "running", "failed", "backing_off"]
 
 
@@ -35,7 +33,7 @@ class McpServerRequest(Request):
         min_length=1, max_length=256, description="a program and its arguments, not a shell text"
     )
     variables: dict[EnvName, NoNul] = Field(default_factory=dict, max_length=256, description="environment variables")
-    secret_variables: dict[EnvName, _SecretFile] = Field(
+    secret_variables: dict[EnvName, SecretFileName] = Field(
         default_factory=dict,
         max_length=64,
         description="environment variables with secrets: name of the variable → name of the secret",

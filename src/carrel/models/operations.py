@@ -66,9 +66,9 @@ class FileAccess:
     surely: bool = False
 
 
-Decides = Literal["nothing", "command", "variables", "tool", "host", "deletions"] | tuple[FileAccess, ...]
+Decides = Literal["nothing", "command", "variables", "tool", "host", "port", "deletions"] | tuple[FileAccess, ...]
 """What policy decides about: a command with its variables, files and packages; the variables of a sandbox; a tool of an
-MCP server; a host and port; the number of deleted files; or accesses to files.
+MCP server; a host and port; a port of the sandbox; the number of deleted files; or accesses to files.
 """
 
 READS = (FileAccess("read"),)
@@ -280,6 +280,16 @@ MCP_REQUEST = _row(
     decides="tool",
     **_TOOL,
 )
+
+# ports
+_PORTS = f"{_SANDBOX}/ports"
+LIST_PORTS = _row("list_ports", "session", READ, f"GET {_PORTS}")
+SHARE_PORT = _row("share_port", "session", OPERATE, f"POST {_PORTS}", decides="port", event=EventKind.PORT_SHARED)
+CLOSE_PORT = _row("close_port", "session", OPERATE, f"DELETE {_PORTS}/{{port}}", event=EventKind.PORT_CLOSED)
+REACH_PORT = _row("reach_port", "session", OPERATE, f"ANY {_PORTS}/{{port}}/", decides="port")
+# A visitor has a URL, which was decided when it was made. What policy denies by now is denied.
+VISIT_PORT = _row("visit_port", "session", decides="port", asks=False)
+FORWARD_PORT = _row("forward_port", "session", OPERATE, f"WEBSOCKET {_PORTS}/{{port}}", decides="port")
 
 # files
 READ_FILE = _row("read", "file", READ, f"GET {_FILES}/content", id="read_file", decides=READS)

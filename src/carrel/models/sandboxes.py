@@ -45,6 +45,10 @@ class State(StrEnum):
 
 
 MOST_HOST_PATHS = 32
+UNTIL_LABEL = "carrel.until"
+"""A label of a sandbox that ends at a moment: seconds since 1970, a space, and `stop` or `terminate`. The first waits
+until nothing runs in it; the other deletes its files too.
+"""
 Cpus = Annotated[float, Field(gt=0, le=1024)]
 MemoryMb = Annotated[int, Field(ge=32, le=1_048_576)]
 DiskMb = Annotated[int, Field(ge=1, le=1_048_576)]

@@ -1,4 +1,4 @@
-"""Accepts connections with mutual TLS on a socket, with a context that may change: those that are open keep theirs.
+"""Accepts connections with TLS on a socket, with a context that may change: those that are open keep theirs.
 
 Knows no peer: the protocol looks at it when the connection is made, and aborts it if it is not accepted.
 """

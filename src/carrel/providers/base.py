@@ -6,6 +6,7 @@ ignored. A handle is a plain JSON value, so a restarted control plane finds its 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,20 @@ class Capability(StrEnum):
     IMAGE_BUILDS = "image_builds"
 
 
+ISOLATING = frozenset(
+    {
+        Capability.FILE_ISOLATION,
+        Capability.PROCESS_ISOLATION,
+        Capability.LIMIT_DISK,
+        Capability.NETWORK_NONE,
+        Capability.NETWORK_ALLOWLIST,
+        Capability.MASKS,
+        Capability.SECRETS,
+        Capability.TERMINAL,
+        Capability.SURVIVES_RESTART,
+    }
+)
+"""What every provider promises that isolates on this host, with whatever it makes sandboxes."""
 NETWORK_CAPABILITY = {
     Network.NONE: Capability.NETWORK_NONE,
     Network.ALLOWLIST: Capability.NETWORK_ALLOWLIST,
@@ -133,6 +148,8 @@ class Provider(ABC):
     name: str
     isolation_level: int
     unsafe: bool = False
+    slot_lifetime_s: float = math.inf
+    """How long a slot can wait for its owner; an older one is replaced."""
 
     @abstractmethod
     def capabilities(self) -> frozenset[Capability]:
@@ -258,6 +275,21 @@ class Provider(ABC):
             reason=missing,
             capabilities=sorted(self.capabilities()),
         )
+
+    def require_for(self, launch: Launch) -> None:
+        """Raise `Unsupported` if a launch needs what this provider does not promise. carrel does not ask for that, but
+        a start that ignored it would be a hole.
+        """
+        asked = {
+            Capability.LIMIT_CPUS: launch.cpus,
+            Capability.LIMIT_MEMORY: launch.memory_mb,
+            Capability.LIMIT_PROCESSES: launch.processes,
+            Capability.MASKS: launch.masks,
+            Capability.FOLDERS: launch.folder,
+            Capability.IMAGES: launch.image,
+        }
+        needed = [capability for capability, value in asked.items() if value is not None]
+        self.require(NETWORK_CAPABILITY[launch.network], *needed)
 
     def require(self, *wanted: Capability) -> None:
         """Raise `Unsupported` if this provider cannot promise these capabilities."""

@@ -77,14 +77,7 @@ class ControlDirectory:
 
         Connections that are made meanwhile wait in the supervisor.
         """
-        path = os.path.join(self.path, _EGRESS)
-        fresh = _listen(f"{path}.new", 0o666)
-        try:
-            os.rename(f"{path}.new", path)
-        except OSError:
-            fresh.close()
-            raise
-        return fresh
+        return listen_anew(os.path.join(self.path, _EGRESS), 0o666)
 
     def remove(self) -> None:
         """Remove the directory. It may be gone already. Blocking."""
@@ -202,6 +195,17 @@ async def waiting_supervisor(
         await asyncio.gather(connecting, end, return_exceptions=True)
     connection.setblocking(False)
     return WaitingSupervisor(connection)
+
+
+def listen_anew(path: str, mode: int) -> socket.socket:
+    """Return a new listening socket in the place of an earlier one. Raises `PlatformError` or `OSError`. Blocking."""
+    fresh = _listen(f"{path}.new", mode)
+    try:
+        os.rename(f"{path}.new", path)
+    except OSError:
+        fresh.close()
+        raise
+    return fresh
 
 
 def _listen(path: str, mode: int) -> socket.socket:

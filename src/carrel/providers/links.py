@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +12,9 @@ from urllib.parse import urlsplit
 from carrel.errors import PlatformError
 from carrel.primitives.keepalive import notice_loss
 from carrel.primitives.spiffe import SpiffeId, connect
+from carrel.primitives.unix_sockets import short
 
 _SCHEME = "tcp+tls"
-_LONGEST_SOCKET_ADDRESS = 107
 
 
 class SupervisorLink(Protocol):
@@ -33,7 +32,7 @@ class LocalLink:
 
     async def connect(self, protocol: Callable[[], asyncio.Protocol]) -> None:
         """See `SupervisorLink`."""
-        await asyncio.get_running_loop().create_unix_connection(protocol, _short(self.path))
+        await asyncio.get_running_loop().create_unix_connection(protocol, short(self.path))
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,3 @@ class RemoteLink:
         """See `SupervisorLink`. A supervisor with another ID than the expected one is refused."""
         at = self.address
         notice_loss(await connect(protocol, at.host, at.port, self.context(), lambda peer: peer == at.id))
-
-
-def _short(path: str) -> str:
-    """Return a path that fits into the address of a Unix socket: a longer one is given relative to the working
-    directory.
-    """
-    if len(os.fsencode(path)) <= _LONGEST_SOCKET_ADDRESS:
-        return path
-    return min(path, os.path.relpath(path), key=len)

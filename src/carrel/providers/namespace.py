@@ -12,7 +12,7 @@ from carrel.isolation import probe
 from carrel.isolation.inside import ENVIRONMENTS
 from carrel.models import Network
 from carrel.primitives.channel import close_all
-from carrel.providers.base import Capability, Handle, Launch, ResourceUse
+from carrel.providers.base import ISOLATING, Capability, Handle, Launch, ResourceUse
 from carrel.providers.bridge import RESOLVER, Bridges
 from carrel.providers.zygote_provider import ZygoteProvider
 from carrel.providers.zygotes import ZygoteClient
@@ -61,20 +61,7 @@ class NamespaceProvider(ZygoteProvider):
 
     def capabilities(self) -> frozenset[Capability]:
         """See `Provider.capabilities`: they depend on the cgroups that this user may create."""
-        promised = {
-            Capability.FILE_ISOLATION,
-            Capability.PROCESS_ISOLATION,
-            Capability.LIMIT_MEMORY,
-            Capability.LIMIT_PROCESSES,
-            Capability.LIMIT_DISK,
-            Capability.NETWORK_NONE,
-            Capability.NETWORK_ALLOWLIST,
-            Capability.NETWORK_HOST,
-            Capability.MASKS,
-            Capability.SECRETS,
-            Capability.TERMINAL,
-            Capability.SURVIVES_RESTART,
-        }
+        promised = {*ISOLATING, Capability.LIMIT_MEMORY, Capability.LIMIT_PROCESSES, Capability.NETWORK_HOST}
         if "cpu" in self._host.controllers:
             promised.add(Capability.LIMIT_CPUS)
         zygote = self._zygote.description  # a zygote may be older than this server, and share nothing

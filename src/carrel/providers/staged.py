@@ -27,7 +27,16 @@ from carrel.isolation.staging import StagedMount, StageOrder
 from carrel.primitives.atomic import write_file
 from carrel.primitives.trees import remove_tree
 from carrel.providers import base_root, bundle, foreign_processes, groups
-from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, ResourceUse, RootImage
+from carrel.providers.base import (
+    ISOLATING,
+    NETWORK_CAPABILITY,
+    Capability,
+    Handle,
+    Launch,
+    Provider,
+    ResourceUse,
+    RootImage,
+)
 from carrel.providers.base_root import BaseRoot
 from carrel.providers.bundle import SupervisorBundle
 from carrel.providers.control_directory import ControlDirectory
@@ -104,19 +113,7 @@ class StagedProvider(Provider, Generic[Parts]):
         return self._lacking
 
     def capabilities(self) -> frozenset[Capability]:
-        promised = {
-            Capability.FILE_ISOLATION,
-            Capability.PROCESS_ISOLATION,
-            Capability.LIMIT_MEMORY,
-            Capability.LIMIT_PROCESSES,
-            Capability.LIMIT_DISK,
-            Capability.NETWORK_NONE,
-            Capability.NETWORK_ALLOWLIST,
-            Capability.MASKS,
-            Capability.SECRETS,
-            Capability.TERMINAL,
-            Capability.SURVIVES_RESTART,
-        }
+        promised = {*ISOLATING, Capability.LIMIT_MEMORY, Capability.LIMIT_PROCESSES}
         host = probe.host()
         if "cpu" in host.controllers:
             promised.add(Capability.LIMIT_CPUS)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
-from sqlalchemy import ColumnElement, Double, Select
+from sqlalchemy import ColumnElement, Double, Select, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
@@ -33,6 +34,16 @@ def _postgresql(element: _Clock, compiler: SQLCompiler, **_: object) -> str:
 def database_clock() -> ColumnElement[float]:
     """Seconds since 1970 by the database's clock, evaluated when a row is examined."""
     return _Clock()
+
+
+_NOW = select(_Clock())
+
+
+def clock_of(connection: Connection) -> float:
+    """Return the time by the database's clock. SQLite has that of this machine, so nothing is asked for it."""
+    if connection.dialect.name == "sqlite":
+        return time.time()
+    return float(connection.execute(_NOW).scalar_one())
 
 
 def moment_after(connection: Connection, moment: float, newest: Select[Any]) -> float:

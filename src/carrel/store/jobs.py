@@ -16,7 +16,7 @@ from sqlalchemy.engine import Connection, RowMapping
 
 from carrel.models import ApprovalState, JobState, State
 from carrel.models.events import EventDraft
-from carrel.store.clock import database_clock
+from carrel.store.clock import clock_of, database_clock
 from carrel.store.cursors import read_page
 from carrel.store.database import Database
 from carrel.store.grouped import GroupedWrites
@@ -44,6 +44,8 @@ class JobFacts:
     """The fence of the claim: the sandbox is asked by it whether the work began."""
     tries: int = 0
     """Retries that were used."""
+    failed_starts: int = 0
+    """How often its sandbox failed to start in a row."""
     step: int = 0
     """Steps before the work that are done: a person may have been asked for each."""
     operation: str | None = None
@@ -119,6 +121,10 @@ Decide = Callable[[JobRecord, float], JobStep | None]
 """Returns what becomes of a job at a time; None if nothing does."""
 
 
+Start = Callable[[JobRecord, float], JobStep]
+"""Lets a job start that was queued just now."""
+
+
 class HeldJob(NamedTuple):
     """A job whose lease was renewed. `cancel`: somebody has cancelled it, maybe through another server."""
 
@@ -179,11 +185,19 @@ class JobStore:
 
     # one job
 
-    async def insert(self, decide: Callable[[JobRecord, float], JobStep], record: JobRecord) -> tuple[JobRecord, bool]:
-        """Add a job as `decide` makes it; return it and True, or the one with the same idempotency key and False."""
+    async def insert(
+        self, decide: Callable[[JobRecord, float], JobStep], record: JobRecord, start: Start | None = None
+    ) -> tuple[JobRecord, bool]:
+        """Add a job as `decide` makes it; return it and True, or the one with the same idempotency key and False. Where
+        no other job waits for its turn, `start` lets it start in the same transaction.
+        """
 
         def run(connection: Connection) -> tuple[tuple[JobRecord, bool], Sequence[EventDraft]]:
-            made, events = decide(record, connection.execute(select(_CLOCK)).scalar_one())
+            now = clock_of(connection)
+            made, events = decide(record, now)
+            if start is not None and connection.execute(_WAITING, {"now": now}).first() is None:
+                made, more = start(made, now)
+                events = [*events, *more]
             if record.idempotency_key is None:
                 connection.execute(insert(jobs), _row(made))
                 return (made, True), events
@@ -195,27 +209,26 @@ class JobStore:
 
         return await self._grouped.write("", run)
 
-    async def change(self, job_id: str, decide: Decide, fence: int | None = None) -> JobRecord | None:
-        """Let a job become what `decide` returns; return its new record, or None if nothing changed: it is gone,
-        `fence` is not the newest, or `decide` says so.
+    async def change(self, job_id: str, decide: Decide, known: JobRecord | None = None) -> JobRecord | None:
+        """Let a job become what `decide` returns; return its new record, or None if nothing changed: it is gone, or
+        `decide` says so. `known` is what its server knows of it: a fence that is not the newest changes nothing.
         """
-        return await self._grouped.write(job_id, lambda connection: self._change(connection, job_id, decide, fence))
+        return await self._grouped.write(job_id, lambda connection: self._change(connection, job_id, decide, known))
 
     async def conclude(
         self,
-        job_id: str,
+        known: JobRecord,
         decide: Decide,
-        fence: int,
-        attempt: int,
         output: Sequence[OutputPiece],
         artifacts: Mapping[str, Any] | None = None,
     ) -> JobRecord | None:
-        """Like `change`, with output of an attempt and the artifacts in the same transaction."""
+        """Like `change`, with output of its attempt and the artifacts in the same transaction."""
+        job_id = known.id
 
         def run(connection: Connection) -> tuple[JobRecord | None, Sequence[EventDraft]]:
-            changed = self._change(connection, job_id, decide, fence)
+            changed = self._change(connection, job_id, decide, known)
             if changed[0] is not None:
-                _write_output(connection, job_id, attempt, output)
+                _write_output(connection, job_id, known.attempt, output)
                 if artifacts is not None:
                     connection.execute(delete(job_artifacts).where(job_artifacts.c.job_id == job_id))
                     connection.execute(insert(job_artifacts).values(job_id=job_id, **artifacts))
@@ -226,11 +239,15 @@ class JobStore:
 
     @staticmethod
     def _change(
-        connection: Connection, job_id: str, decide: Decide, fence: int | None
+        connection: Connection, job_id: str, decide: Decide, known: JobRecord | None
     ) -> tuple[JobRecord | None, Sequence[EventDraft]]:
+        if known is not None:
+            step = decide(known, clock_of(connection))
+            if step is not None and _replace(connection, known, step.record):
+                return step.record, step.events
         query = select(jobs, _CLOCK).where(jobs.c.id == job_id).with_for_update()
         found = connection.execute(query).mappings().one_or_none()
-        if found is None or (fence is not None and found["fence"] != fence):
+        if found is None or (known is not None and found["fence"] != known.fence):
             return None, ()
         values = dict(found)
         now = values.pop("clock")
@@ -281,7 +298,7 @@ class JobStore:
         """Let jobs of the queue start: at most `free`, those that `share` chooses. `recent_s`: starts are counted."""
 
         def run(connection: Connection) -> tuple[list[JobRecord], Sequence[EventDraft]]:
-            now = connection.execute(select(_CLOCK)).scalar_one()
+            now = clock_of(connection)
             queues = self._queues(connection, owner, server, now, free, recent_s)
             steps = [decide(record, now) for record in share(queues)[:free]]
             if steps:
@@ -457,12 +474,29 @@ def _write_output(connection: Connection, job_id: str, attempt: int, output: Seq
 _UPDATE = update(jobs).where(jobs.c.id == bindparam("key"))
 
 
+_REPLACE = update(jobs).where(
+    jobs.c.id == bindparam("key"),
+    jobs.c.state == bindparam("seen_state"),
+    jobs.c.fence == bindparam("seen_fence"),
+    jobs.c.cancel == bindparam("seen_cancel"),
+)
+_WAITING = select(1).where(jobs.c.state == JobState.QUEUED.value, jobs.c.not_before <= bindparam("now")).limit(1)
+
+
 def _update(connection: Connection, records: Sequence[JobRecord]) -> None:
     rows = []
     for record in records:
         changed = {name: value for name, value in _row(record).items() if name not in _CONSTANT}
         rows.append({"key": record.id, **changed})
     connection.execute(_UPDATE, rows)
+
+
+def _replace(connection: Connection, known: JobRecord, record: JobRecord) -> bool:
+    """Write what has changed of a job that is as its server knows it; False if somebody else has changed it."""
+    before, after = _row(known), _row(record)
+    changed = {name: value for name, value in after.items() if value != before[name]}
+    seen = {"key": known.id, "seen_state": before["state"], "seen_fence": known.fence, "seen_cancel": known.cancel}
+    return not changed or connection.execute(_REPLACE, {**seen, **changed}).rowcount == 1
 
 
 def _elsewhere(owner: str, server: str, now: float) -> ColumnElement[bool]:

@@ -498,3 +498,13 @@ revoked_nodes = Table(
     Column("name", Words(128), primary_key=True),
     Column("at", Double, nullable=False, comment="seconds since 1970, by the clock of the database"),
 )
+
+public_ports = Table(
+    "public_ports",
+    metadata,
+    Column("session_id", Words(64), primary_key=True),
+    Column("port", Integer, primary_key=True),
+    Column("token_id", Words(64), nullable=True, comment="that made it public; null for the administrator's own"),
+    Column("wake", Boolean, nullable=False, comment="whether a request starts the sandbox again"),
+    Column("at", Double, nullable=False, comment="seconds since 1970"),
+)

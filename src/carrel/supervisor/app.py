@@ -29,6 +29,7 @@ from carrel.supervisor.load import SandboxLoad, measure
 from carrel.supervisor.loop import InheritedLoop
 from carrel.supervisor.mcp_servers import McpServerRoutes
 from carrel.supervisor.no_network import refuse_all
+from carrel.supervisor.ports import SandboxPorts
 from carrel.supervisor.produced import ProducedFiles
 from carrel.supervisor.python.calls import SYSTEM_PYTHON, Python, put_files
 from carrel.supervisor.python.cells import CodeContexts
@@ -93,6 +94,7 @@ class Supervisor:
         self.contexts = CodeContexts(self.commands, self.python, self._release)
         self._secrets = SandboxSecrets()
         self._mcp_servers = McpServerRoutes(self.commands, self._order, self._release, self._secrets.variable)
+        self._ports = SandboxPorts()
         self._reset = Reset(self.commands, self.contexts, self.python, self._load)
         self._started = time.monotonic()
         self._directory = -1
@@ -115,7 +117,17 @@ class Supervisor:
             ("DELETE", "/commands/{}", self._forget),
         ):
             self.router.add(method, pattern, handler)
-        for part in (self.files, self._secrets, runs, self.python, self.contexts, self._mcp_servers, self._reset):
+        parts = (
+            self.files,
+            self._secrets,
+            runs,
+            self.python,
+            self.contexts,
+            self._mcp_servers,
+            self._ports,
+            self._reset,
+        )
+        for part in parts:
             part.routes(self.router)
 
     def configure(self, loop: asyncio.AbstractEventLoop, facts: SandboxFacts) -> None:
@@ -125,6 +137,7 @@ class Supervisor:
         self.files.configure(facts.workspace, facts.own_path)
         self._secrets.configure(facts.secrets_fd)
         self._mcp_servers.configure(budget // 2)
+        self._ports.configure(frozenset(() if facts.proxy_port is None else (facts.proxy_port,)))
         builds = facts.image is not None and facts.image.writable
         places = (*PLACES, facts.home, facts.workspace) if facts.isolated else ()
         # a kept home is on disk, and the /tmp of a build
@@ -200,7 +213,12 @@ class Supervisor:
         name = body.get("id")
         if name is not None and not (isinstance(name, str) and _OWN_ID.fullmatch(name)):
             raise InvalidRequest("'id' must be a 'k' and 7 to 63 letters, digits, '_', '-'", field="id")
-        merged = {**self._env, **env}
+        secrets = body.get("secret_variables") or {}
+        if not isinstance(secrets, dict) or not all(isinstance(each, str) for each in (*secrets, *secrets.values())):
+            raise InvalidRequest("'secret_variables' must map variables to names of secrets", field="secret_variables")
+        if any(not each or "=" in each for each in secrets):
+            raise InvalidRequest("'secret_variables' has a name that is empty or has a '='", field="secret_variables")
+        merged = {**self._env, **env, **{each: self._secrets.variable(secrets[each]) for each in secrets}}
         heartbeat = None if name is None else f"{_HEARTBEATS}{name}"
         if heartbeat is not None:
             merged["CARREL_HEARTBEAT"] = heartbeat
@@ -239,6 +257,8 @@ class Supervisor:
 
     async def _start(self, request: HttpRequest) -> HttpResponse:
         command = await self._begin(await request.json())
+        if request.flag("follow"):
+            return _framed(command, 0, follow=True)
         if not request.flag("wait"):
             return json_response(command.info(), 201)
         return await self._wait(command)
@@ -258,8 +278,7 @@ class Supervisor:
 
     async def _output(self, request: HttpRequest) -> HttpResponse:
         command = self.commands.get(request.args[0])
-        stream = frames_of(command, request.number("offset", 0), follow=request.flag("follow"))
-        return HttpResponse(stream=stream, content_type=b"application/x-carrel-frames")
+        return _framed(command, request.number("offset", 0), follow=request.flag("follow"))
 
     async def _stdin(self, request: HttpRequest) -> HttpResponse:
         command = self.commands.get(request.args[0])
@@ -485,6 +504,11 @@ def _rehearse_all(exchange: _Exchange) -> None:
             os.chdir("/")
 
 
+def _framed(command: SupervisedCommand, offset: int, *, follow: bool) -> HttpResponse:
+    """Return the output of a command as an answer."""
+    return HttpResponse(stream=frames_of(command, offset, follow=follow), content_type=b"application/x-carrel-frames")
+
+
 _Exchange = tuple[tuple[str, dict[str, object]], ...]
 _REHEARSAL: _Exchange = (
     ("POST /commands?wait=1", {"command": "echo warm; echo \xff >&2", "timeout": 10}),
@@ -494,11 +518,14 @@ _REHEARSAL: _Exchange = (
     ("GET /files/stat?path=no%20such", {}),
     ("DELETE /files?path=a&recursive=1", {}),
     ("GET /commands/c1/output?follow=1", {}),
+    ("POST /commands?follow=1", {"command": ["true"], "timeout": 10}),
     ("PUT /secrets", {"secrets": {}}),
     ("PUT /mcp/warm", {"command": ["true"], "generation": "1"}),
     ("DELETE /mcp/warm", {}),
     ("POST /runs/warm/void", {}),
     ("GET /commands", {}),
+    ("GET /ports", {}),
+    ("POST /ports/0/stream", {}),
     ("GET /health", {}),
     ("NONSENSE", {}),
 )

@@ -25,7 +25,7 @@ from carrel.primitives import libc
 from carrel.primitives.kernel_files import write
 from carrel.supervisor import app
 from carrel.supervisor.memory_watch import watch_memory
-from carrel.supervisor.relay import relay_all
+from carrel.supervisor.relay import Carry, relay_all, to_socket
 from carrel.supervisor.reset import PLACES
 
 MOST_FACTS = 1024 * 1024
@@ -58,8 +58,8 @@ class ProgramFacts:
 
     `socket` is where to listen for the server; empty where that is known already. `secrets` is a directory that the
     agent sees elsewhere and cannot change; empty where there is none. `network` is `none`, `allowlist` or `direct`.
-    With an allow list, `egress` is the socket behind the port of the proxy. `limits` are resource limits by their
-    names; `seccomp` is a filter of system calls in base64, besides that of the runtime.
+    With an allow list, `egress` is the socket behind the port of the proxy, if one can be shown. `limits` are resource
+    limits by their names; `seccomp` is a filter of system calls in base64, besides that of the runtime.
     """
 
     socket: str
@@ -129,7 +129,8 @@ def main(arguments: list[str]) -> None:
         facts = receive_facts(server)
         if facts is None:
             os._exit(0)
-        take_charge(facts, prepared, lambda: _listen(facts.socket), app.on_unix_socket(set()))
+        accept = app.on_unix_socket(set())
+        take_charge(facts, prepared, lambda: _listen(facts.socket), accept, to_socket(facts.egress))
         server.sendall(READY)
         server.close()
         prepared.loop.run_forever()
@@ -144,9 +145,15 @@ def main(arguments: list[str]) -> None:
 
 
 def take_charge(
-    facts: ProgramFacts, prepared: app.Prepared, listen: Callable[[], socket.socket], accept: app.Accept
+    facts: ProgramFacts,
+    prepared: app.Prepared,
+    listen: Callable[[], socket.socket],
+    accept: app.Accept,
+    carry: Carry,
 ) -> None:
-    """Become the agent, and accept connections. `listen` is called for as long as this is root."""
+    """Become the agent, and accept connections. `listen` is called for as long as this is root. `carry` takes the
+    outbound connections.
+    """
     if facts.late:
         take_workspace(facts)
     for path, text in facts.kernel_files.items():
@@ -160,7 +167,7 @@ def take_charge(
     become_agent(facts)
     os.umask(0o022)  # the agent's files are as on every host
     if facts.network == "allowlist" and port is not None:
-        relaying = prepared.loop.create_task(relay_all(port, facts.egress))
+        relaying = prepared.loop.create_task(relay_all(port, carry))
         relaying.add_done_callback(lambda _: os._exit(1))  # it only ends by a mistake of ours
     if facts.watch_memory and facts.memory_mb is not None:
         places = (*PLACES, facts.home)

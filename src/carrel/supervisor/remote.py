@@ -10,7 +10,8 @@ sandbox may read. `carrel.providers.remote` has the other side:
 2. `give_facts` connects, and sends the facts and the credentials of the sandbox. The first server that does has it. It
    becomes the agent, forgets the credentials of the slot, and says that it is ready, or why not.
 3. From then on it is `…/carrel/sandbox/<id>`, and answers HTTP at the same port: a `RemoteLink` is how
-   `SupervisorConnection` reaches it. `PUT /identity` renews its credentials, and names servers that it refuses.
+   `SupervisorConnection` reaches it. `PUT /identity` renews its credentials, and names servers that it refuses. A
+   connection that begins with the first line of `carrel.primitives.relay_line` takes outbound connections instead.
 
 So one file can be shared by all slots of a pool, and every sandbox still has an identity of its own, also a fork.
 """
@@ -30,9 +31,11 @@ from typing import Any
 from carrel.errors import InvalidRequest
 from carrel.primitives import tasks
 from carrel.primitives.keepalive import notice_loss
+from carrel.primitives.relay_line import HELLO
 from carrel.primitives.spiffe import SpiffeId, Svid, require_peer, server_context
 from carrel.primitives.tls_listener import TlsListener
 from carrel.supervisor import app, lent_directory
+from carrel.supervisor.egress_lines import EgressLines
 from carrel.supervisor.http import HttpConnection, HttpRequest, HttpResponse, HttpRouter, json_response
 from carrel.supervisor.program import BACKLOG, MOST_FACTS, READY, ProgramFacts, take_charge
 
@@ -127,6 +130,7 @@ class ServerConnections:
         self._connections = connections
         self._refused: frozenset[str] = frozenset()
         self._open: dict[_ServerConnection, SpiffeId] = {}
+        self.lines = EgressLines()
         self._running: asyncio.Task[None] | None = None
 
     async def accept(self, listener: socket.socket, router: HttpRouter) -> None:
@@ -177,6 +181,9 @@ class _ServerConnection(HttpConnection):
         self._servers = servers
         self._to: asyncio.Transport | None = None
         self._drops = False
+        self._first: bytes | None = b""
+        """The first bytes, until they are known to be a request."""
+        self._line: asyncio.Protocol | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Look at the peer before anything that it sends."""
@@ -192,8 +199,39 @@ class _ServerConnection(HttpConnection):
 
     def data_received(self, data: bytes) -> None:
         """Read nothing of a peer that is not accepted."""
-        if not self.closed and not self._drops:
-            super().data_received(data)
+        if self._line is not None:
+            self._line.data_received(data)
+            return
+        if self.closed or self._drops:
+            return
+        if self._first is not None:
+            data = self._first + data
+            if HELLO.startswith(data[: len(HELLO)]):
+                self._first = data
+                if len(data) >= len(HELLO):
+                    self._become_line(data[len(HELLO) :])
+                return
+            self._first = None
+        super().data_received(data)
+
+    def _become_line(self, rest: bytes) -> None:
+        """Carry outbound connections from now on, and answer no requests."""
+        assert self._to is not None
+        self._line = self._servers.lines.add(self._to)
+        if rest:
+            self._line.data_received(rest)
+
+    def pause_writing(self) -> None:
+        """Called by asyncio."""
+        super().pause_writing()
+        if self._line is not None:
+            self._line.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Called by asyncio."""
+        super().resume_writing()
+        if self._line is not None:
+            self._line.resume_writing()
 
     def _end_unread(self) -> None:
         """Drop the rest of the request until the server closes: TCP would drop the answer if this side closed first."""
@@ -205,6 +243,8 @@ class _ServerConnection(HttpConnection):
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it."""
         self._servers.remove(self)
+        if self._line is not None:
+            self._line.connection_lost(exc)
         super().connection_lost(exc)
 
     def abort(self) -> None:
@@ -254,7 +294,7 @@ def _serve(listener: socket.socket, claim: _Claim, prepared: app.Prepared) -> No
     """Serve the owner, and say so."""
     try:
         servers = ServerConnections(claim.credentials, set())
-        take_charge(claim.facts, prepared, lambda: listener, servers.accept)
+        take_charge(claim.facts, prepared, lambda: listener, servers.accept, servers.lines.carry)
     except Exception as error:
         claim.transport.write(f"failed: {type(error).__name__}: {error}"[:2000].encode())
         claim.transport.close()

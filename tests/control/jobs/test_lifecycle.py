@@ -169,6 +169,13 @@ def test_a_job_whose_work_had_not_begun_is_not_lost_with_its_server() -> None:
     assert begun.record.facts.reason == "the server 'a', which ran it, no longer answers"
 
 
+def test_starts_that_failed_are_counted_through_the_queue() -> None:
+    failed = lifecycle.put_back(running(), 1002.0, "it did not start", 1.0, TTL, failed_start=True)
+    assert failed is not None
+    again = lifecycle.claimed(failed.record, 1004.0, "n", 10.0, dispatched=False).record
+    assert (again.attempt, again.facts.failed_starts) == (1, 1), "the same attempt, which knows of it"
+
+
 def test_the_time_of_the_queue_says_what_was_missing() -> None:
     back = lifecycle.put_back(running(), 1002.0, "all sandboxes are in use", 1.0, TTL)
     assert back is not None

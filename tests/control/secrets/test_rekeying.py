@@ -111,7 +111,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return data
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(st.lists(st.integers(0, 320), min_size=1, max_size=3))
 def test_killed_anywhere_nothing_is_lost_and_the_next_run_finishes(filled: Path, points: list[int]) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -17,7 +17,7 @@ from tests.support.slot_claims import many_claims
 from carrel.config import load
 from carrel.control.plane import ControlPlane
 
-CLAIMS = int(os.environ.get("CARREL_CLAIMS", "32"))
+CLAIMS = int(os.environ.get("CARREL_CLAIMS", "16"))
 SEED = int(os.environ.get("CARREL_CLAIM_SEED", "1"))
 
 

@@ -31,6 +31,23 @@ async def test_shutdown_stops_and_a_new_server_resumes(settings: Settings, plane
         await other.close()
 
 
+async def test_sandboxes_survive_a_stop_if_the_operator_wants_that(plane: ControlPlane) -> None:
+    await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="c"))
+    fleeting, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest())
+    survives = Capability.SURVIVES_RESTART in plane.sessions.live()[0].provider.capabilities()
+    started = await plane.operations.start_command(ADMIN, "c", CommandRequest(command="read line < /dev/null; echo on"))
+    await plane.sessions.shutdown(survive=True)
+    await killed(plane)
+    other = await ControlPlane.open(plane.settings)
+    try:
+        assert (await other.sessions.get("c")).state is (State.RUNNING if survives else State.STOPPED)
+        assert (await other.sessions.get(fleeting.id)).state is State.TERMINATED
+        if survives:
+            assert (await other.operations.command_result(ADMIN, "c", started.id)).stdout == "on\n"
+    finally:
+        await other.close()
+
+
 async def test_a_new_server_takes_over_what_lives_and_cleans_the_rest(plane: ControlPlane) -> None:
     lives, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="lives"))
     dead, _ = await plane.sessions.deploy_or_resume(ADMIN, SandboxRequest(context_id="dead"))

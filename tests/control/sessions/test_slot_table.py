@@ -86,7 +86,7 @@ class Bookkeeping(RuleBasedStateMachine):
     @rule(data=st.data())
     def slot_started(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(self.slots("starting")))
-        self.table.started(slot, {"id": slot.id})
+        self.table.started(slot, {"id": slot.id}, self.now)
 
     @precondition(lambda self: self.slots("starting"))
     @rule(data=st.data())
@@ -102,7 +102,7 @@ class Bookkeeping(RuleBasedStateMachine):
     def slot_ended(self, data: st.DataObject, started_meanwhile: bool) -> None:
         slot = data.draw(st.sampled_from(self.slots("ending")))
         if started_meanwhile:
-            self.table.started(slot, {"id": slot.id})
+            self.table.started(slot, {"id": slot.id}, self.now)
             assert slot.state == "ending", "nobody gets a slot that shall end"
         self.table.gone(slot)
         del self.exist[slot.id]
@@ -156,7 +156,7 @@ class Bookkeeping(RuleBasedStateMachine):
         for _ in range(40):
             self.turn()
             for slot in [*self.slots("starting")]:
-                self.table.started(slot, {"id": slot.id})
+                self.table.started(slot, {"id": slot.id}, self.now)
                 self.table.worked(slot.pool)
             for slot in [*self.slots("ending")]:
                 self.table.gone(slot)
@@ -198,12 +198,12 @@ def test_a_dry_spell_lasts_until_the_pool_is_full_again() -> None:
     assert not pool.dry
     assert slots.take(pool, 1.0) is None and pool.dry
     one, two = slots.moves(1.0, 100).start
-    slots.started(one, {"id": one.id})
+    slots.started(one, {"id": one.id}, 0.0)
     assert pool.dry, "one of two is ready"
     assert slots.take(pool, 2.0) is one and slots.take(pool, 2.0) is None and pool.dry
     (three,) = slots.moves(2.0, 100).start
     for slot in (two, three):
-        slots.started(slot, {"id": slot.id})
+        slots.started(slot, {"id": slot.id}, 0.0)
     assert not pool.dry
 
 
@@ -229,7 +229,7 @@ def test_growth_takes_no_slot_from_another_pool() -> None:
     first.wanted = 3
     for _ in range(4):
         for slot in slots.moves(2.0, 100).start:
-            slots.started(slot, {"id": slot.id})
+            slots.started(slot, {"id": slot.id}, 0.0)
     assert [len(pool.slots) for pool in (first, second)] == [3, 1]
     second.wanted = 4
     assert slots.moves(2.0, 100) == ([], [])
@@ -248,6 +248,18 @@ def test_after_a_failure_one_slot_shows_whether_it_works_again() -> None:
         slots.failed(pool, "the daemon is down", 0.0)
     assert slots.moves(0.1, 100) == ([], [])
     [one] = slots.moves(10.0, 100).start
-    slots.started(one, {"id": one.id})
+    slots.started(one, {"id": one.id}, 0.0)
     slots.worked(pool)
     assert len(slots.moves(10.0, 100).start) == 1
+
+
+def test_a_slot_that_waits_too_long_is_named():
+    slots = table()
+    pool = slots.add(KINDS[0], SlotCounts(2, 2), 0.0)
+    first, second = slots.moves(0.0, 100).start
+    slots.started(first, {"id": first.id}, 10.0)
+    assert slots.too_old(pool, 5.0, 15.0) == []
+    assert slots.too_old(pool, 5.0, 15.1) == [first]
+    slots.started(second, {"id": second.id}, 15.0)
+    slots.end(first)
+    assert slots.too_old(pool, 5.0, 15.1) == []

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.support.images import image
 from tests.support.sandboxes import until
 
 from carrel.errors import PlatformError
-from carrel.isolation import cgroups
+from carrel.isolation import cgroups, rootfs
 from carrel.models import Network
 from carrel.providers import Masks
 from carrel.providers.docker import DockerProvider
@@ -41,7 +42,11 @@ async def harness(docker, bundles, tmp_path):
     assert not (tmp_path / "run/docker").exists()
 
 
-async def slot_of(harness, launch, id="slot-1"):
+SLOT = f"slot-{os.getpid()}"
+"""Groups are found by the id of a sandbox, on the whole host."""
+
+
+async def slot_of(harness, launch, id=SLOT):
     return await harness.provider.start_slot(replace(harness.provider.slot_for(launch), id=id))
 
 
@@ -69,8 +74,8 @@ async def test_a_slot_becomes_the_sandbox_of_its_owner(harness):
     (Path(launch.workspace) / "docs/a").write_text("text")
     (Path(launch.workspace) / "a.key").write_text("key")
     slot = await slot_of(harness, launch)
-    assert (slot["id"], slot["egress"], await harness.provider.alive(slot)) == ("slot-1", False, True)
-    assert await harness.provider.running() == ["slot-1"]
+    assert (slot["id"], slot["egress"], await harness.provider.alive(slot)) == (SLOT, False, True)
+    assert await harness.provider.running() == [SLOT]
     pid = int(slot["pid"])
 
     # Nobody can reach it, and nothing of anybody is in it.
@@ -88,7 +93,7 @@ async def test_a_slot_becomes_the_sandbox_of_its_owner(harness):
     handle = await harness.provider.claim(slot, launch)
     box = Running(handle, launch.workspace)
     try:
-        assert (handle["id"], handle["pid"], handle["egress"]) == ("slot-1", pid, True)
+        assert (handle["id"], handle["pid"], handle["egress"]) == (SLOT, pid, True)
         for place, wanted in {"/workspace": {"rw"}, "/run/secrets": {"ro", "noexec"}, "/run/carrel": {"ro"}}.items():
             assert {"nosuid", "nodev", *wanted} <= mounts(pid)[place], place
         assert "/run/carrel/private/secrets" not in mounts(pid)
@@ -180,7 +185,7 @@ async def test_a_container_that_is_removed_before_it_gets_its_mounts_has_ended(h
 async def test_a_slot_that_nobody_claimed_ends_with_its_provider(harness):
     provider = harness.make_provider()
     launch = harness.launch()
-    slot = await provider.start_slot(replace(provider.slot_for(launch), id="slot-1"))
+    slot = await provider.start_slot(replace(provider.slot_for(launch), id=SLOT))
     await provider.close()
     assert not await harness.provider.alive(slot)
     assert await harness.provider.running() == []
@@ -217,6 +222,28 @@ async def test_what_stands_in_the_way_of_a_late_mount_is_refused(harness):
     assert os.listdir(launch.workspace) == []
 
 
+async def test_a_root_that_is_built_while_another_task_cleans_up_is_whole(harness, monkeypatch):
+    """Only directories that a killed server left are removed; else the image of the root would lack what was removed."""
+    building, go, built = threading.Event(), threading.Event(), rootfs.apply_plan
+
+    def built_slowly(plan, folder):
+        built(plan, folder)
+        building.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(rootfs, "apply_plan", built_slowly)
+    launch = harness.launch()
+    starting = asyncio.create_task(slot_of(harness, launch))
+    assert await asyncio.to_thread(building.wait, 60)
+    cleaning = asyncio.create_task(harness.provider.clean())
+    await asyncio.wait({cleaning}, timeout=0.5)
+    go.set()
+    await cleaning
+    handle = await harness.provider.claim(await starting, launch)
+    assert "/workspace" in mounts(int(handle["pid"]))
+    await harness.provider.remove(handle)
+
+
 STEPS = ("control", "created", "started", "connected", "confined", "attached", "limited", "masked", "begun", "claimed")
 SOME = ("created", "started", "confined", "limited", "begun")
 """The steps at which a server is killed in every run of the tests; `make kills` does it at all."""
@@ -233,7 +260,7 @@ from carrel.providers.docker.engine import Engine
 from carrel.providers.docker.provider import DockerProvider
 from carrel.providers.links import LocalLink
 
-run, bundles, socket, workspace, step = sys.argv[1:]
+run, bundles, socket, workspace, step, SLOT = sys.argv[1:]
 
 def then(owner, name, step_there):
     original = getattr(owner, name)
@@ -263,7 +290,7 @@ async def main():
     provider = DockerProvider(run, bundles, socket_path=socket)
     masks = Masks(programs=("base64",))
     launch = Launch("owner", workspace, Network.ALLOWLIST, memory_mb=128, masks=masks)
-    slot = await provider.start_slot(replace(provider.slot_for(launch), id="slot-1"))
+    slot = await provider.start_slot(replace(provider.slot_for(launch), id=SLOT))
     handle = await provider.claim(slot, launch)
     connection = SupervisorConnection(LocalLink(handle["socket"]))
     body = {"command": "until test -e go; do sleep 0.05; done; echo done", "timeout": 300}
@@ -278,7 +305,7 @@ asyncio.run(main())
 async def killed_at(step, harness, docker, bundles, tmp_path):
     """Run a server that is killed at a step; return the workspace and what it has said."""
     workspace = harness.workspace()
-    words = [sys.executable, "-c", KILLED, str(tmp_path / "run"), str(bundles), docker.socket, workspace, step]
+    words = [sys.executable, "-c", KILLED, str(tmp_path / "run"), str(bundles), docker.socket, workspace, step, SLOT]
     process = await asyncio.create_subprocess_exec(*words, stdout=subprocess.PIPE)
     said, _ = await process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -293,7 +320,7 @@ async def test_nothing_is_left_of_a_server_that_was_killed(harness, docker, bund
     workspace, said = await killed_at(step, harness, docker, bundles, tmp_path)
     assert said == b""
     for id in await harness.provider.running():
-        assert id == "slot-1"
+        assert id == SLOT
         await harness.provider.remove({"provider": "docker", "id": id, "socket": ""})
     assert await harness.provider.running() == []
     assert os.listdir(workspace) == [] and workspace not in Path("/proc/self/mountinfo").read_text()
@@ -302,7 +329,7 @@ async def test_nothing_is_left_of_a_server_that_was_killed(harness, docker, bund
 async def test_a_claimed_container_outlives_its_server(harness, docker, bundles, tmp_path):
     workspace, said = await killed_at("claimed", harness, docker, bundles, tmp_path)
     handle, command = json.loads(said)
-    assert await harness.provider.running() == ["slot-1"] and await harness.provider.alive(handle)
+    assert await harness.provider.running() == [SLOT] and await harness.provider.alive(handle)
     box = Running(handle, workspace)
     try:
         Path(workspace, "go").touch()

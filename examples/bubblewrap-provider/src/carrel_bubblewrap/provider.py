@@ -15,7 +15,6 @@ from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.primitives.atomic import write_file
 from carrel.primitives.trees import remove_tree
 from carrel.providers import Capability, Handle, Launch, Provider, ProviderContext, bundle, foreign_processes
-from carrel.providers.base import NETWORK_CAPABILITY
 from carrel.providers.control_directory import ControlDirectory, facts_of, waiting_supervisor
 from carrel_bubblewrap.command import bwrap_command
 
@@ -61,7 +60,7 @@ class BubblewrapProvider(Provider):
         return None if os.geteuid() == 0 else "carrel does not run as root; run `carrel serve` as root"
 
     async def start(self, launch: Launch) -> Handle:
-        self._refuse(launch)
+        self.require_for(launch)
         self._reap()
         place = self._place(launch.id)
         try:
@@ -124,20 +123,6 @@ class BubblewrapProvider(Provider):
             return None
         control = ControlDirectory(f"{self._place(str(handle['id']))}/control")
         return (await asyncio.to_thread(control.listen_for_egress)).detach()
-
-    def _refuse(self, launch: Launch) -> None:
-        """Refuse what is not promised. carrel does not ask for it; but a start that ignored it would be a hole."""
-        self.require(NETWORK_CAPABILITY[launch.network])
-        for asked, capability in (
-            (launch.cpus, Capability.LIMIT_CPUS),
-            (launch.memory_mb, Capability.LIMIT_MEMORY),
-            (launch.processes, Capability.LIMIT_PROCESSES),
-            (launch.masks, Capability.MASKS),
-            (launch.folder, Capability.FOLDERS),
-            (launch.image, Capability.IMAGES),
-        ):
-            if asked is not None:
-                self.require(capability)
 
     def _place(self, id: str) -> str:
         if not id or "/" in id or id.startswith("."):

@@ -16,6 +16,7 @@ from carrel.client._async.connection import AsyncConnection
 from carrel.client._async.envs import AsyncSandboxEnvironments
 from carrel.client._async.files import AsyncFiles, give, save_as
 from carrel.client._async.mcp import AsyncMcp
+from carrel.client._async.ports import AsyncPorts
 from carrel.client._async.python import AsyncPython
 from carrel.client._io_async import Progress
 from carrel.client.deadlines import Timeout, answer_limit, run_timeout
@@ -62,6 +63,7 @@ class AsyncSandbox:
         self.files = AsyncFiles(self._connection, self._path)
         self.python = AsyncPython(self._connection, self._path)
         self.envs = AsyncSandboxEnvironments(self._connection, self._path)
+        self.ports = AsyncPorts(self._connection, self._path)
         self.mcp = AsyncMcp(self._connection, self._path, self.context_id)
 
     def __repr__(self) -> str:

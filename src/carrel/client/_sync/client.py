@@ -193,17 +193,18 @@ class Client:
         context: str | None = None,
         *,
         kinds: Iterable[str] | None = None,
+        job: str | None = None,
         after: int | None = None,
         follow: bool = True,
     ) -> Iterator[EventInfo]:
-        """Yield what happens in a context, or in every context that the token may access.
+        """Yield what happens in a context, or to the job with this id, or in every context that the token may access.
 
         `kinds` are kinds such as `command.ended`, or families such as `command`. `after` is the id of the last known
         event, 0 for all that the server still has; by default only new ones come. After a broken connection this goes
         on where it was: no event is missing, and none comes twice. An event of the kind `truncated` says that the
         server no longer has those before its id. `follow=False` ends with the newest event.
         """
-        return follow_events(self._connection, context, kinds, after, follow=follow)
+        return follow_events(self._connection, context, kinds, after, follow=follow, job=job)
 
     def publish_log(
         self, records: Iterable[Mapping[str, object]], *, context: str | None = None, dropped: int = 0

@@ -139,6 +139,7 @@ class Jobs:
         context: str | None = None,
         cwd: str | None = None,
         env: Mapping[str, str] | None = None,
+        secret_variables: Mapping[str, str] | None = None,
         stdin: str | None = None,
         files: Mapping[str, bytes | str] | None = None,
         artifacts: Iterable[str] | None = None,
@@ -166,7 +167,8 @@ class Jobs:
         print((job.wait()).state, (job.output()).text)
 
         It runs a `command`, or `python` code with `args`, or a call of a tool (`mcp=(server, tool, arguments)`), in the
-        workspace of a `context`, or in a new one of its own. `files` are written before it starts. `timeouts` has
+        workspace of a `context`, or in a new one of its own. `files` are written before it starts. `secret_variables`
+        are variables with secrets of the context or template: `{"API_KEY": "name-of-the-secret"}`. `timeouts` has
         `queue_s`, `run_s`, `heartbeat_s` and `whole_s`. It runs once, unless `retries` allow more. Calls with the same
         `idempotency_key` submit one job; by default each call has a key of its own, so that it can be sent again.
         """
@@ -177,6 +179,7 @@ class Jobs:
             "context_id": context,
             "cwd": cwd,
             "env": env,
+            "secret_variables": secret_variables,
             "stdin": stdin,
             "files": None if files is None else {path: _base64(content) for path, content in files.items()},
             "artifacts": None if artifacts is None else list(artifacts),

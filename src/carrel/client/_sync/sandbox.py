@@ -18,6 +18,7 @@ from carrel.client._sync.connection import Connection
 from carrel.client._sync.envs import SandboxEnvironments
 from carrel.client._sync.files import Files, give, save_as
 from carrel.client._sync.mcp import Mcp
+from carrel.client._sync.ports import Ports
 from carrel.client._sync.python import Python
 from carrel.client.deadlines import Timeout, answer_limit, run_timeout
 from carrel.client.requests import approved, waiting
@@ -63,6 +64,7 @@ class Sandbox:
         self.files = Files(self._connection, self._path)
         self.python = Python(self._connection, self._path)
         self.envs = SandboxEnvironments(self._connection, self._path)
+        self.ports = Ports(self._connection, self._path)
         self.mcp = Mcp(self._connection, self._path, self.context_id)
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ from carrel.policy.rules.decide import (
     decide_file,
     decide_mcp,
     decide_network,
+    decide_port,
     decide_shell,
     decide_tree,
 )
@@ -108,6 +109,12 @@ def verdict_of(policy: Policy, call: Call, read: Callable[[str], str | None]) ->
     if decides == "host":
         port = arguments.get("port")
         return decide_network(policy, str(arguments.get("host", "")), port if isinstance(port, int) else None)
+    if decides == "port":
+        number = arguments.get("port")
+        verdict = decide_port(policy, number if isinstance(number, int) else 0)
+        if verdict.asks and not call.operation.asks:
+            return Verdict("allow", "it was allowed when its URL was made")
+        return verdict
     if decides == "tool":
         return decide_mcp(policy, str(arguments.get("server", "")), str(arguments.get("tool", "")))
     if decides == "deletions":

@@ -9,12 +9,14 @@ import asyncio
 import base64
 import binascii
 import json
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+
+from pydantic import Field
 
 from carrel.control.governance.redaction import clean_info
 from carrel.control.mcp.servers import McpServers
@@ -24,6 +26,7 @@ from carrel.control.operations.operations import Operations, OwnOperations
 from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.sessions import Sessions
+from carrel.control.supervisor.connection import SupervisorDownload
 from carrel.control.supervisor.connection import run as current_run
 from carrel.control.supervisor.frames import StreamChunk
 from carrel.control.supervisor.streaming import stream_output
@@ -45,6 +48,9 @@ from carrel.models.files import MOST_LISTED, FileKind, ListRequest
 from carrel.models.jobs import MAX_JOB_FILES, MAX_PROGRESS, MOST_ARTIFACTS
 from carrel.store.jobs import JobRecord
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 TREE_GONE_S = 10.0
 """How long processes may take to end after KILL."""
 _OF_SANDBOX = ("template", "image", "provider", "trust", "network", "limits")
@@ -64,6 +70,13 @@ class Work:
     """Set when the sandbox said that the work has ended."""
     last: asyncio.Future[CommandInfo] | None = None
     """The end of its command, for the event that tells it."""
+    stream: SupervisorDownload | None = None
+    """The output of the command that was just started, until somebody reads it."""
+
+    def close(self) -> None:
+        """Drop what nobody will read."""
+        if self.stream is not None:
+            self.stream.close()
 
     def end(self) -> Awaitable[CommandInfo]:
         """Return the end of its command, when it is known."""
@@ -232,13 +245,14 @@ class SandboxExecutor:
                 work.box = await self._sessions.find(work.context_id)
                 work.begun = True
                 try:
-                    await self._asked(
+                    work.stream = await self._asked(
                         work,
                         op.START_COMMAND,
                         len(work.request.files) + 1,
-                        partial(self._operations.start_command, end=work.end),
+                        self._operations.follow_command,
                         work.box.record.id,
                         _command_of(work),
+                        work.end,
                     )
                 except NotRunning:  # it ended since: nothing was begun
                     work.begun = False
@@ -286,7 +300,13 @@ class SandboxExecutor:
             return
         box = work.box
         current = partial(self._redactor, box.record.owner)
-        open_at = partial(box.connection.command_output, work.name, follow=True)
+
+        async def open_at(start: int) -> SupervisorDownload:
+            stream, work.stream = work.stream, None
+            if stream is not None and start == 0:
+                return stream
+            return await box.connection.command_output(work.name, start, follow=True)
+
         try:
             async with aclosing(stream_output(box, Traffic(), current, open_at, offset)) as chunks:
                 async for chunk in chunks:
@@ -383,14 +403,20 @@ class SandboxExecutor:
         return Caller(work.identity, approval, request_id=work.record.id)
 
     async def _asked(
-        self, work: Work, operation: op.Operation, step: int, function: object, *arguments: object
-    ) -> None:
+        self,
+        work: Work,
+        operation: op.Operation,
+        step: int,
+        function: Callable[Concatenate[Caller, P], Awaitable[T]],
+        *arguments: P.args,
+        **named: P.kwargs,
+    ) -> T:
         """Perform a step, with the approval that a person gave for it."""
         facts = work.record.facts
         mine = facts.operation == operation.name and facts.step == step
         caller = self._caller(work, work.record.approval if mine else None)
         try:
-            await function(caller, *arguments)  # type: ignore[operator]
+            return await function(caller, *arguments, **named)
         except ApprovalNeeded as error:
             work.begun = False
             raise PersonNeeded(str(error.extra.get("approval")), operation.name, step) from None
@@ -413,16 +439,23 @@ class SandboxExecutor:
         yield StreamChunk("end", json.dumps({name: getattr(end, name) for name in End.__slots__}).encode())
 
 
+class JobCommand(CommandRequest):
+    """The command of a job, with the names of secrets that the supervisor puts into variables."""
+
+    secret_variables: dict[str, str] = Field(default_factory=dict)
+
+
 def _command_of(work: Work) -> CommandRequest:
     request = work.request
     command = request.command
     if request.python is not None:
         command = ["python3", "-c", request.python.code, *request.python.args]
     assert command is not None
-    return CommandRequest(
+    return JobCommand(
         command=command,
         cwd=request.cwd,
         env=request.env,
+        secret_variables=request.secret_variables,
         stdin=request.stdin,
         output_limit=request.output_limit,
         # Left out, it is what the policy allows at most; the runner ends it after `run_s` in any case.

@@ -135,7 +135,10 @@ class Jobs:
         record = replace(record, facts=replace(record.facts, retry_of=retry_of))
         summary = lifecycle.summary_of(document)
         shown = await self._secrets.clean(context, {"summary": summary, "by": record.subject, "retry_of": retry_of})
-        stored, new = await self._store.insert(partial(lifecycle.submitted, shown=shown), record)
+        with self._runner.starting(record, request) as start:
+            stored, new = await self._store.insert(partial(lifecycle.submitted, shown=shown), record, start)
+            if started := new and stored.state is JobState.RUNNING:
+                self._runner.started(stored, request)
         if not new and (stored.request != document or stored.own_workspace != record.own_workspace):
             raise Conflict(
                 "this idempotency key was used for another job",
@@ -144,7 +147,8 @@ class Jobs:
             )
         if not new:
             return await self._info(stored)
-        self._runner.wake()
+        if not started:
+            self._runner.wake()
         return lifecycle.info_of(stored).model_copy(update={"summary": shown["summary"]})
 
     @staticmethod
@@ -188,8 +192,9 @@ class Jobs:
     async def _check_room(self, namespace: str) -> None:
         """Refuse a job if very many of its namespace wait already. The number may be a second old."""
         count, at = self._queued.get(namespace, (0, -_COUNTED_S))
-        if time.monotonic() - at >= _COUNTED_S:
-            count, at = await self._store.queued(namespace), time.monotonic()
+        if (now := time.monotonic()) - at >= _COUNTED_S:
+            self._queued[namespace] = (count, now)  # those that come meanwhile need not count too
+            count, at = await self._store.queued(namespace), now
         if count >= self._settings.most_queued:
             raise LimitExceeded(
                 f"{count} jobs of the namespace '{namespace}' wait already", hint="submit again when some have started"

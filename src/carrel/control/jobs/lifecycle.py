@@ -49,7 +49,12 @@ def claimed(record: JobRecord, now: float, owner: str, lease_s: float, *, dispat
     kept = JobFacts(tries=facts.tries, retry_of=facts.retry_of)
     if facts.resumes:
         kept = replace(
-            kept, step=facts.step, operation=facts.operation, session_id=facts.session_id, reason=facts.reason
+            kept,
+            step=facts.step,
+            operation=facts.operation,
+            session_id=facts.session_id,
+            reason=facts.reason,
+            failed_starts=facts.failed_starts,
         )
     record = replace(
         record,
@@ -90,13 +95,16 @@ def noted(record: JobRecord, now: float, facts: Mapping[str, Any]) -> JobStep | 
     return JobStep(after, events)
 
 
-def put_back(record: JobRecord, now: float, reason: str | None, pause_s: float, ttl_s: float) -> JobStep | None:
+def put_back(
+    record: JobRecord, now: float, reason: str | None, pause_s: float, ttl_s: float, *, failed_start: bool = False
+) -> JobStep | None:
     """Its work has not begun and cannot begin now: it waits for its turn again, with the same attempt."""
     if record.state is not JobState.RUNNING:
         return None
     if record.cancel:
         return ended(record, now, JobOutcome(JobState.CANCELLED, CANCELLED), ttl_s)
-    facts = replace(record.facts, phase=None, reason=reason, resumes=True, dispatched=False)
+    failed = record.facts.failed_starts + failed_start
+    facts = replace(record.facts, phase=None, reason=reason, resumes=True, dispatched=False, failed_starts=failed)
     waiting = replace(
         record, state=JobState.QUEUED, owner=None, lease_until=None, not_before=now + pause_s, facts=facts
     )

@@ -9,8 +9,8 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Set
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -36,11 +36,11 @@ from carrel.errors import (
     Unauthorized,
 )
 from carrel.identity import ROOT, Tokens
-from carrel.metrics import Metrics
+from carrel.metrics import JobUse, Metrics
 from carrel.models import JobRequest, JobState, JobWorkspace
 from carrel.primitives import tasks
 from carrel.primitives.backoff import Backoff
-from carrel.store.jobs import Decide, JobFacts, JobRecord, JobStep, JobStore, OutputPiece
+from carrel.store.jobs import Decide, JobFacts, JobRecord, JobStep, JobStore, OutputPiece, Start
 
 log = logging.getLogger("carrel.jobs")
 
@@ -57,6 +57,8 @@ GATHER_S = 0.005
 """While many jobs run, so long others may end too before new ones are claimed."""
 AGAIN_S = 2.0
 """The pause of a job that could not start for want of room, or because its sandbox was just ending."""
+MOST_FAILED_STARTS = 2
+"""After so many failed starts of its sandbox the next one ends the attempt: nothing of the work has run until then."""
 RECENT_S = 60.0
 MOST_HELD = 4 * 1024 * 1024
 """When this many bytes of a job's output are in memory, they are written before more is read."""
@@ -74,7 +76,7 @@ class _Run:
         self.task: asyncio.Task[None] | None = None
         self.stop: JobOutcome | None = None
         """How it ends because it is stopped."""
-        self.stopping = asyncio.Event()
+        self.stopping: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.fenced = False
         """Whether another server may have the job by now."""
         self.pieces: list[OutputPiece] = []
@@ -97,7 +99,8 @@ class _Run:
         """Stop it. The first reason holds."""
         if self.stop is None:
             self.stop = outcome
-            self.stopping.set()
+            if not self.stopping.done():
+                self.stopping.set_result(None)
 
     def take(self, stream: str, data: bytes, raw: int) -> None:
         """Keep a piece of output until it is written."""
@@ -170,6 +173,10 @@ class JobRunner:
         self._at_once = max(1, worker.share(settings.at_once))
         self._lease_s = lease_s
         self._runs: dict[str, _Run] = {}
+        self._more = True
+        """Whether jobs may be left in the queue that only wait for the end of another."""
+        self._held = 0
+        """Places of jobs that are being stored, and may start at once."""
         self._strays: Set[str] = set()
         """The jobs of this server that had no run when the leases were renewed last."""
         self._wake = asyncio.Event()
@@ -216,7 +223,7 @@ class JobRunner:
             if not run.work.begun:
                 reason = "its server was stopped before it began"
                 with suppress(CarrelError):
-                    await self._change(record.id, self._put_back(reason=reason, pause_s=0.0), record.fence)
+                    await self._change(record.id, self._put_back(reason=reason, pause_s=0.0), record)
             elif box is not None and run.work.request.mcp is None:
                 kept.append(box.record.id)
         await self._store.close()
@@ -225,13 +232,36 @@ class JobRunner:
             for record in await self._store.running():
                 if record.owner == self._node and record.id not in known:
                     reason = "its server was stopped before it began"
-                    await self._change(record.id, self._put_back(reason=reason, pause_s=0.0), record.fence)
+                    await self._change(record.id, self._put_back(reason=reason, pause_s=0.0), record)
         if kept:
             log.info("%d jobs go on in their sandboxes, until the server is back", len(kept))
         return kept
 
     def _of_this_server(self, owner: str | None) -> bool:
         return owner is not None and server_of(owner) == self._worker.server
+
+    def starting(self, record: JobRecord, request: JobRequest) -> AbstractContextManager[Start | None]:
+        """Yield what lets a job start while it is stored, or None if it has to wait in the queue. Its place is kept for
+        the length of the block.
+        """
+        limited = self._settings.per_namespace is not None or self._settings.starts_per_minute is not None
+        free = self._at_once - len(self._runs) - self._held
+        if limited or free <= 0 or self._closing or not self._executor.ready(record, request):
+            return nullcontext(None)
+        return self._place()
+
+    @contextmanager
+    def _place(self) -> Iterator[Start]:
+        self._held += 1
+        try:
+            yield self._claimed
+        finally:
+            self._held -= 1
+
+    def started(self, record: JobRecord, request: JobRequest) -> None:
+        """Run a job that has started while it was stored. A server that stops puts it back, see `close`."""
+        if not self._closing:
+            self._go(_Run(Work(record, request, ROOT), time.time()), self._fresh)
 
     def wake(self) -> None:
         """Look at the queue now: there is something new."""
@@ -276,7 +306,8 @@ class JobRunner:
         if len(self._runs) > self._at_once // 2:
             await asyncio.sleep(GATHER_S)
         at_once, rate = self._settings.per_namespace, self._settings.starts_per_minute
-        while (free := self._at_once - len(self._runs)) > 0:
+        self._more = True
+        while (free := self._at_once - len(self._runs) - self._held) > 0:
             choose = partial(lifecycle.share, free=free, at_once=at_once, rate=rate)
             recent_s = None if rate is None else RECENT_S
             found = await self._store.claim(
@@ -285,6 +316,7 @@ class JobRunner:
             for record in found:
                 self._begin(record, self._fresh)
             if len(found) < free:
+                self._more = at_once is not None  # else the end of a job lets no other start
                 return
 
     def _claimed(self, record: JobRecord, now: float) -> JobStep:
@@ -329,8 +361,8 @@ class JobRunner:
                 if await self._change(job_id, decide) is not None:
                     self.wake()
 
-    async def _change(self, job_id: str, decide: Decide, fence: int | None = None) -> JobRecord | None:
-        record = await self._store.change(job_id, decide, fence)
+    async def _change(self, job_id: str, decide: Decide, known: JobRecord | None = None) -> JobRecord | None:
+        record = await self._store.change(job_id, decide, known)
         if record is not None:
             self._watch.changed(record)
         return record
@@ -341,9 +373,11 @@ class JobRunner:
         request = _request_of(record)
         if request is None:
             request, go = JobRequest.model_construct(command="?"), self._unreadable
-        run = _Run(Work(record, request, ROOT), time.time())
-        self._runs[record.id] = run
-        self._watch.changed(record)
+        self._go(_Run(Work(record, request, ROOT), time.time()), go)
+
+    def _go(self, run: _Run, go: Callable[[_Run], Any]) -> None:
+        self._runs[run.record.id] = run
+        self._watch.changed(run.record)
         run.task = asyncio.get_running_loop().create_task(self._guard(run, go))
 
     async def _guard(self, run: _Run, go: Callable[[_Run], Any]) -> None:
@@ -360,8 +394,10 @@ class JobRunner:
                 if outcome is not None:
                     await self._finish(run, outcome)
         finally:
+            run.work.close()
             self._runs.pop(run.record.id, None)
-            self._wake.set()
+            if self._more:
+                self._wake.set()
 
     async def _with_identity(self, run: _Run, go: Callable[[_Run], Any]) -> None:
         """Run a job with the identity of its submitter, for as long as the token is valid."""
@@ -410,10 +446,17 @@ class JobRunner:
             await self._leave(run, self._put_back(reason=error.detail, pause_s=AGAIN_S))
             asyncio.get_running_loop().call_later(AGAIN_S, self.wake)
             return
-        except PlatformError:
-            if self._closing and not work.begun:
+        except PlatformError as error:
+            if work.begun:
+                raise
+            if self._closing:
                 return
-            raise
+            if work.record.facts.failed_starts >= MOST_FAILED_STARTS:
+                raise
+            reason = f"its sandbox did not start, and is tried again: {error.detail}"
+            await self._leave(run, self._put_back(reason=reason, pause_s=AGAIN_S, failed_start=True))
+            asyncio.get_running_loop().call_later(AGAIN_S, self.wake)
+            return
         if run.stop is not None and not work.begun:
             await self._finish(run, run.stop)
             return
@@ -422,13 +465,12 @@ class JobRunner:
     async def _unless_stopped(self, run: _Run, work: Any) -> None:
         """Wait for something that may take long, unless the job is stopped meanwhile."""
         doing = asyncio.ensure_future(work)
-        stopping = asyncio.ensure_future(run.stopping.wait())
         try:
-            await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({doing, run.stopping}, return_when=asyncio.FIRST_COMPLETED)
             if doing.done():
                 doing.result()
         finally:
-            await tasks.cancel([doing, stopping])
+            await tasks.cancel([doing])
 
     def _asked(self, needed: PersonNeeded) -> Decide:
         return partial(
@@ -439,12 +481,18 @@ class JobRunner:
             ttl_s=self._settings.ttl_s,
         )
 
-    def _put_back(self, reason: str, pause_s: float) -> Decide:
-        return partial(lifecycle.put_back, reason=reason, pause_s=pause_s, ttl_s=self._settings.ttl_s)
+    def _put_back(self, reason: str, pause_s: float, *, failed_start: bool = False) -> Decide:
+        return partial(
+            lifecycle.put_back,
+            reason=reason,
+            pause_s=pause_s,
+            ttl_s=self._settings.ttl_s,
+            failed_start=failed_start,
+        )
 
     async def _leave(self, run: _Run, decide: Decide) -> None:
         """Give the job back to the queue, or let it wait for a person."""
-        record = await self._stubborn(lambda: self._store.change(run.record.id, decide, run.record.fence))
+        record = await self._stubborn(lambda: self._store.change(run.record.id, decide, run.record))
         if record is not None:
             run.work.record = record
             self._watch.changed(record)
@@ -487,14 +535,12 @@ class JobRunner:
             run.facts["starting_ms"] = (run.began - run.claimed) * 1000
         if work.box is not None:
             run.facts["session_id"] = work.box.record.id
-        reading = asyncio.ensure_future(self._read(run))
+        reading: asyncio.Future[Any] = asyncio.ensure_future(self._read(run))
         try:
             while not reading.done():
-                stopping = asyncio.ensure_future(run.stopping.wait())
                 await asyncio.wait(
-                    {reading, stopping}, timeout=self._next_look(run), return_when=asyncio.FIRST_COMPLETED
+                    {reading, run.stopping}, timeout=self._next_look(run), return_when=asyncio.FIRST_COMPLETED
                 )
-                stopping.cancel()
                 if reading.done():
                     break
                 if run.stop is None:
@@ -608,9 +654,7 @@ class JobRunner:
         pieces, facts = run.taken(), run.facts | {"output": run.length, "raw": run.raw}
         run.facts = {}
         decide = partial(lifecycle.noted, facts=facts)
-        record = await self._stubborn(
-            lambda: self._store.conclude(run.record.id, decide, run.record.fence, run.record.attempt, pieces)
-        )
+        record = await self._stubborn(lambda: self._store.conclude(run.record, decide, pieces))
         if record is not None:
             run.work.record = record
             self._watch.changed(record)
@@ -639,11 +683,7 @@ class JobRunner:
             noted = replace(record, facts=replace(record.facts, **written))
             return lifecycle.ended(noted, now, outcome, self._settings.ttl_s)
 
-        record = await self._stubborn(
-            lambda: self._store.conclude(
-                run.record.id, end, run.record.fence, run.record.attempt, pieces, run.artifacts
-            )
-        )
+        record = await self._stubborn(lambda: self._store.conclude(run.record, end, pieces, run.artifacts))
         if record is None:
             return
         before, run.work.record = replace(run.record, facts=replace(run.record.facts, **written)), record
@@ -667,7 +707,10 @@ class JobRunner:
             "running": facts.running_ms,
             "archiving": facts.archiving_ms,
         }
-        self._metrics.job_attempt_ended(state, exit, run.work.request.template or "", phases, facts.cpu_seconds)
+        request = run.work.request
+        brought = (len(request.stdin or ""), *(3 * len(text) // 4 for text in request.files.values()))
+        used = JobUse(facts.cpu_seconds, facts.memory_peak, sum(brought), facts.output)
+        self._metrics.job_attempt_ended(state, exit, request.template or "", phases, used)
 
     def _has_results(self, run: _Run) -> bool:
         request = run.work.request

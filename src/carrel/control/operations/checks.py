@@ -40,7 +40,7 @@ class Emptied(BaseModel):
 def asked(request: CommandRequest) -> dict[str, object]:
     """Return everything that policy decides of a command."""
     return request.model_dump(
-        include={"command", "cwd", "env", "stdin", "interactive", "timeout"}, exclude_defaults=True
+        include={"command", "cwd", "env", "secret_variables", "stdin", "interactive", "timeout"}, exclude_defaults=True
     )
 
 

@@ -19,12 +19,14 @@ from carrel.errors import CarrelError
 from carrel.events import EventLog
 from carrel.metrics import Metrics
 from carrel.models import CommandInfo
-from carrel.models.events import EventFilter, EventKind
+from carrel.models.events import EventDraft, EventFilter, EventKind
 from carrel.primitives import tasks
 
 log = logging.getLogger("carrel.events")
 
 _CLOSING_S = 1.0
+GATHER_S = 0.05
+"""How long the end of a command may wait for others: they share the flush of the audit log."""
 
 
 class CommandEnds:
@@ -35,6 +37,8 @@ class CommandEnds:
         self._audit = audit
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
+        self._drafts: list[EventDraft] = []
+        self._writing: asyncio.Task[None] | None = None
 
     def watch(
         self, box: LiveSandbox, started: EventKind, what: dict[str, object], end: Callable[[], Awaitable[CommandInfo]]
@@ -85,6 +89,9 @@ class CommandEnds:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSING_S)
         await tasks.cancel(list(self._tasks))
+        if self._writing is not None:
+            await asyncio.wait([self._writing], timeout=_CLOSING_S)
+            await tasks.cancel([self._writing])
 
     async def _wait(
         self, box: LiveSandbox, kind: EventKind, what: dict[str, object], end: Callable[[], Awaitable[CommandInfo]]
@@ -100,8 +107,16 @@ class CommandEnds:
             values["exit"] = "gone"
         values |= what
         self._metrics.command_ended(box.record.template, str(values["exit"]), seconds)
-        try:
-            await self._audit.flush()  # the event of its start comes with a record, and comes first
-            self._events.add([self._events.draft(kind, box.record.context_id, box.record.id, values)])
-        except CarrelError as error:
-            log.warning("the end of a command in %s is not in the event log: %s", box.record.id, error)
+        self._drafts.append(self._events.draft(kind, box.record.context_id, box.record.id, values))
+        if self._writing is None or self._writing.done():
+            self._writing = asyncio.get_running_loop().create_task(self._write())
+
+    async def _write(self) -> None:
+        while self._drafts:
+            await asyncio.sleep(GATHER_S)
+            drafts, self._drafts = self._drafts, []
+            try:
+                await self._audit.flush()  # the event of a start comes with a record, and comes first
+                self._events.add(drafts)
+            except CarrelError as error:
+                log.warning("the ends of %d commands are not in the event log: %s", len(drafts), error)

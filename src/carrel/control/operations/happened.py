@@ -16,7 +16,7 @@ from carrel.models.events import EventDraft, EventKind, body_of
 from carrel.models.operations import TABLE, Operation
 
 _ROWS = {(str(row.kind), row.name): row for row in TABLE if row.event is not None}
-_ARGUMENTS = ("command", "path", "destination", "server", "tool", "snapshot_id", "context", "code")
+_ARGUMENTS = ("port", "public", "command", "path", "destination", "server", "tool", "snapshot_id", "context", "code")
 _ASKED = ApprovalNeeded.code
 
 ENDS = {

@@ -34,6 +34,7 @@ from carrel.control.secrets.values import SecretValues
 from carrel.control.sessions.live import LiveSandbox
 from carrel.control.sessions.owners import STATELESS
 from carrel.control.sessions.sessions import Sessions
+from carrel.control.supervisor.connection import SupervisorDownload
 from carrel.control.supervisor.frames import StreamChunk
 from carrel.control.supervisor.memory import for_memory
 from carrel.control.supervisor.streaming import stream_output
@@ -179,11 +180,10 @@ class SandboxOperations(ABC, Generic[C]):
         *,
         attended: bool = False,
         attached: bool = False,
-        end: Callable[[], Awaitable[CommandInfo]] | None = None,
     ) -> CommandInfo:
         """Start a command in the background. `attended`: the caller reads the output until the end. Then a request
         without a deadline gets the deadline of the sandbox; otherwise only the one of the policy. `attached`: its
-        output is passed on to one reader and not kept. `end` returns when it has ended; else the sandbox is asked.
+        output is passed on to one reader and not kept.
         """
         async with self.enter(caller, name, op.START_COMMAND, asked(request)) as (box, traffic):
             await self._wait_for_packages(box)
@@ -194,8 +194,25 @@ class SandboxOperations(ABC, Generic[C]):
             if request.stdin is not None:
                 traffic.count_in(size_of(request.stdin))
             info = await box.connection.start_command(body)
-            self.started(caller, box, traffic, op.START_COMMAND, info, end)
+            self.started(caller, box, traffic, op.START_COMMAND, info.id)
             return await self._clean_info(box, info)
+
+    async def follow_command(
+        self, caller: C, name: str, request: CommandRequest, end: Callable[[], Awaitable[CommandInfo]]
+    ) -> SupervisorDownload:
+        """Start a command in the background under the id of the request, and open its output, in one request to the
+        sandbox. The caller reads it, removes secrets from it, and lets `end` return how the command ended.
+        """
+        assert request.id is not None
+        async with self.enter(caller, name, op.START_COMMAND, asked(request)) as (box, traffic):
+            await self._wait_for_packages(box)
+            default = None if request.timeout is not None else await self._longest(box.record)
+            body, _ = command_body(traced(caller, request), default)
+            if request.stdin is not None:
+                traffic.count_in(size_of(request.stdin))
+            stream = await box.connection.follow_command(body, request.id)
+            self.started(caller, box, traffic, op.START_COMMAND, request.id, end)
+            return stream
 
     async def list_commands(self, caller: C, name: str) -> CommandList:
         async with self.enter(caller, name, op.LIST_COMMANDS, {}) as (box, _):
@@ -349,13 +366,13 @@ class SandboxOperations(ABC, Generic[C]):
         box: LiveSandbox,
         traffic: Traffic,
         operation: Operation,
-        info: CommandInfo,
+        command_id: str,
         end: Callable[[], Awaitable[CommandInfo]] | None = None,
     ) -> None:
         """Let the event log know a command in the background, and later its end."""
-        traffic.told = {"command_id": info.id}
+        traffic.told = {"command_id": command_id}
         if isinstance(caller, Caller) and operation.event is not None:
-            self._ends.watch_command(box, operation.event, info.id, traffic.record, end)
+            self._ends.watch_command(box, operation.event, command_id, traffic.record, end)
 
     async def conclude(self, box: LiveSandbox, traffic: Traffic, result: R) -> R:
         """Count the bytes of a result and remove secrets from it."""

@@ -73,7 +73,7 @@ class PythonOperations:
         async with self._operations.enter(caller, name, START_PYTHON, _asked(request)) as (box, traffic):
             body, _ = await self._body(caller, box, request, traffic)
             info = await box.connection.start_python(body)
-            self._operations.started(caller, box, traffic, START_PYTHON, info)
+            self._operations.started(caller, box, traffic, START_PYTHON, info.id)
             return clean_info(await self._redactor(box.record.owner), info)
 
     async def execute(self, caller: Caller, name: str, request: ExecuteRequest) -> ExecuteResult:

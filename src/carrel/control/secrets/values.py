@@ -19,6 +19,7 @@ from carrel.control.sessions.owners import whose
 from carrel.control.sessions.templates import Templates
 from carrel.errors import CarrelError, LimitExceeded, NotFound, PlatformError
 from carrel.primitives.cache import Cache
+from carrel.primitives.keyed_lock import KeyedLocks
 from carrel.redaction.redact import Redactor
 from carrel.secrets import OVERHEAD, ScopeKind, Sealed, Vault, checked_name
 from carrel.store import SecretInfo, SecretStore, SessionRecord
@@ -66,6 +67,7 @@ class SecretValues:
         self._shapes = Redactor()
         self._redactors: Cache[str, _Made] = Cache(MOST_CACHED)
         self._making: list[_Making] = []
+        self._locks = KeyedLocks()
 
     # storing
 
@@ -161,18 +163,22 @@ class SecretValues:
         known = self._redactors.get(name)
         if known is not None and time.monotonic() - known.at < FRESH_S:
             return known.redactor
-        making = _Making(name)
-        self._making.append(making)
-        try:
-            while True:
-                making.stale = False
-                made = await self._made(name, known)
-                if not making.stale:  # else a secret changed meanwhile
-                    break
-        finally:
-            self._making.remove(making)
-        self._redactors.put(name, made)
-        return made.redactor
+        async with self._locks.of(name):  # one caller makes it for all that wait
+            known = self._redactors.get(name)
+            if known is not None and time.monotonic() - known.at < FRESH_S:
+                return known.redactor
+            making = _Making(name)
+            self._making.append(making)
+            try:
+                while True:
+                    making.stale = False
+                    made = await self._made(name, known)
+                    if not making.stale:  # else a secret changed meanwhile
+                        break
+            finally:
+                self._making.remove(making)
+            self._redactors.put(name, made)
+            return made.redactor
 
     async def _made(self, name: str, known: _Made | None) -> _Made:
         """Make a redactor; reuse the known one if nothing has changed."""

@@ -4,10 +4,12 @@ clock.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 
 from carrel.errors import Conflict
 from carrel.models import State
+from carrel.models.sandboxes import UNTIL_LABEL
 
 
 class Event(StrEnum):
@@ -50,3 +52,15 @@ def next_state(state: State, event: Event) -> State:
             f"a session that is {state} cannot {event}", field="state", hint=f"possible now: {', '.join(possible)}"
         )
     return following
+
+
+TIME_OVER = "the time that its caller named is over"
+
+
+def until_of(labels: Mapping[str, str]) -> tuple[float, str] | None:
+    """Return when a sandbox ends by its label, and what it does then; None without such a label."""
+    moment, _, ending = labels.get(UNTIL_LABEL, "").partition(" ")
+    try:
+        return (float(moment), ending) if ending in {"stop", "terminate"} else None
+    except ValueError:
+        return None

@@ -24,7 +24,7 @@ from carrel.errors import AlreadyExists, Conflict, NotFound, NotRunning, RunsEls
 from carrel.models import SandboxInfo, SandboxPage, SandboxRequest, State, WorkspaceUsage
 from carrel.policy.shell import changes_what_runs
 from carrel.primitives.process_locks import LocksOf
-from carrel.providers.base import Provider
+from carrel.providers.base import Capability, Provider
 from carrel.store import SessionRecord, SessionStore
 
 log = logging.getLogger("carrel.sessions")
@@ -431,9 +431,9 @@ class Sessions:
         if not await box.provider.alive(box.handle):
             await self.stop(box.record.id, "lost", error="the sandbox died")
 
-    async def shutdown(self, leave: Collection[str] = ()) -> None:
-        """End every sandbox but those of the sessions to leave, which the next process adopts. Durable workspaces stay,
-        and their sessions are stopped.
+    async def shutdown(self, leave: Collection[str] = (), *, survive: bool = False) -> None:
+        """End every sandbox but those of the sessions to leave, which the next process adopts; with `survive`, of all
+        whose provider can. Durable workspaces stay, and the sessions of sandboxes that ended are stopped.
         """
         self._starting.closing = True
         gate = asyncio.Semaphore(_PARALLEL_ENDS)
@@ -447,7 +447,7 @@ class Sessions:
 
         async with asyncio.TaskGroup() as group:
             for box in self.live():
-                if box.record.id in leave:
+                if box.record.id in leave or (survive and _survives(box)):
                     box.connection.close()
                 else:
                     group.create_task(end(box))
@@ -478,3 +478,8 @@ class Sessions:
     def lock(self, key: str) -> AbstractAsyncContextManager[object]:
         """Return the lock of a key on this server. This class uses the keys `context …`, `id …` and `key …`."""
         return self._locks(key)
+
+
+def _survives(box: LiveSandbox) -> bool:
+    """Whether a sandbox can be left to the next process: one of a durable workspace, whose provider finds it again."""
+    return not box.record.ephemeral and Capability.SURVIVES_RESTART in box.provider.capabilities()

@@ -46,6 +46,8 @@ class Slot:
     pool: SlotPool
     state: SlotState = "starting"
     handle: Handle | None = None
+    since: float = 0.0
+    """When it had started."""
 
 
 @dataclass(eq=False, slots=True)
@@ -144,9 +146,9 @@ class SlotTable:
 
     # the life of a slot
 
-    def started(self, slot: Slot, handle: Handle) -> None:
+    def started(self, slot: Slot, handle: Handle, now: float) -> None:
         """Note that a slot waits for its owner, unless it shall end."""
-        slot.handle = handle
+        slot.handle, slot.since = handle, now
         if slot.state == "starting":
             slot.state = "ready"
         if len(slot.pool.in_state("ready")) >= slot.pool.counts.size:
@@ -156,6 +158,10 @@ class SlotTable:
         """Note that a slot of a pool could not be started or has ended by itself: the next one waits a while."""
         pool.last_failure = why
         pool.retry_at = now + pool.backoff.next_pause()
+
+    def too_old(self, pool: SlotPool, lifetime_s: float, now: float) -> list[Slot]:
+        """Return the slots of a pool that wait longer than they may."""
+        return [slot for slot in pool.in_state("ready") if now - slot.since > lifetime_s]
 
     def gone(self, slot: Slot) -> None:
         """Forget a slot that has ended, or whose start failed."""

@@ -254,7 +254,9 @@ class Slots:
         pool = slot.pool
         provider = self._providers[pool.kind.provider]
         try:
-            self._table.started(slot, await provider.start_slot(replace(pool.kind.launch, id=slot.id)))
+            began = time.monotonic()
+            handle = await provider.start_slot(replace(pool.kind.launch, id=slot.id))
+            self._table.started(slot, handle, began)
             self._measure()
         except asyncio.CancelledError:
             self._table.gone(slot)
@@ -324,6 +326,10 @@ class Slots:
 
     async def _check_slots(self, pool: SlotPool) -> None:
         provider = self._providers[pool.kind.provider]
+        for slot in self._table.too_old(pool, provider.slot_lifetime_s, time.monotonic()):
+            log.info("%s: a slot has waited for as long as it may, and is replaced", _name(pool.kind))
+            self._table.end(slot)
+            self._end(slot)
         for slot in pool.in_state("ready"):
             handle = slot.handle
             assert handle is not None

@@ -20,6 +20,7 @@ from carrel.config import Settings
 from carrel.control.operations.caller import OWN_WORK
 from carrel.control.operations.operations import OwnOperations
 from carrel.control.sessions.leases import LeaseUpkeep
+from carrel.control.sessions.lifecycle import TIME_OVER, until_of
 from carrel.control.sessions.live import LiveSandbox, SessionNotes
 from carrel.control.sessions.retention import WorkspaceRetention
 from carrel.control.sessions.sessions import Sessions
@@ -117,6 +118,7 @@ class Upkeep:
             (self.renew_leases, self._lease_s / 3),
             (self.stop_idle, min(IDLE_LOOK_EVERY, settings.idle_stop_s / 4)),
             (self.end_lifetimes, LIFETIME_EVERY),
+            (self.end_at_their_time, LIFETIME_EVERY),
             (self.checkpoint, min(CHECKPOINT_LOOK_EVERY, settings.checkpoint_s / 4)),
             (self.push_filespaces, PUSH_EVERY),
             (self.describe, IDLE_EVERY),
@@ -285,13 +287,13 @@ class Upkeep:
         return AuditPruned(before=datetime.fromtimestamp(before, UTC), records=removed)
 
     async def stop_idle(self) -> None:
-        """Stop the sandboxes that were idle for long enough; a running command counts as use."""
+        """Stop the sandboxes that were idle for long enough; a process that runs counts as use."""
         horizon = time.time() - self._settings.idle_stop_s
         for box in self._sessions.live():
             if box.last_activity > horizon or box.in_flight:
                 continue
             try:
-                if (await self._operations.health(OWN_WORK, box.record.id)).commands_running:
+                if (await self._operations.health(OWN_WORK, box.record.id)).state == "busy":
                     box.last_activity = time.time()
                     continue
                 if await self._sessions.stop_idle(box, horizon):
@@ -312,6 +314,23 @@ class Upkeep:
                 log.warning("sandbox %s could not be ended at the end of its lifetime: %s", box.record.id, error)
 
         await asyncio.gather(*map(end, over))
+
+    async def end_at_their_time(self) -> None:
+        """End the sandboxes whose label says when. One that is to be stopped is used no more: nothing runs in it."""
+        now = time.time()
+        for box in self._sessions.live():
+            until = until_of(box.record.labels)
+            if until is None or until[0] > now:
+                continue
+            key, terminates = box.record.id, until[1] == "terminate"
+            try:
+                if terminates:
+                    await self._sessions.terminate(OWN_WORK, key, TIME_OVER, delete_workspace=True)
+                elif box.in_flight or await self._anything_runs(box) or not await self._sessions.stop_idle(box, now):
+                    continue
+                log.info("sandbox %s is ended: %s", key, TIME_OVER)
+            except CarrelError as error:
+                log.warning("sandbox %s could not be ended at its time: %s", key, error)
 
     async def watch_disks(self) -> None:
         boxes = {box.record.id: box for box in self._sessions.live()}

@@ -13,7 +13,12 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from carrel.control.operations.checks import GRACE, Emptied, check, checked_result, json_object, query_of, result_size
-from carrel.control.supervisor.connection import Json, SupervisorConnection, SupervisorDownload
+from carrel.control.supervisor.connection import (
+    Json,
+    SupervisorConnection,
+    SupervisorDownload,
+    SupervisorStream,
+)
 from carrel.control.supervisor.frames import FrameReader
 from carrel.errors import NotFound, SandboxLost
 from carrel.models import (
@@ -29,11 +34,13 @@ from carrel.models import (
     FileInfo,
     McpLog,
     McpState,
+    PortList,
     PythonResult,
     SupervisorHealth,
 )
 from carrel.models.operations import LIST, SMALL, A, ForwardedOperation, Q
 from carrel.primitives.spiffe import Svid
+from carrel.tracing import span
 
 SHORT_S = 30.0
 HEALTH_S = 5.0
@@ -41,6 +48,7 @@ START_PYTHON_S = 90.0
 """How long an interpreter may take to start: it may import large packages."""
 START_MCP_S = 60.0
 SEND_S = 45.0
+_CREATED = 201
 _BEYOND = 10**15
 """An offset that no output reaches."""
 INPUT_S = 86_400.0
@@ -79,6 +87,15 @@ class SupervisorClient(SupervisorConnection):
 
     async def start_command(self, body: bytes) -> CommandInfo:
         return await self._info("/commands", body, SHORT_S)
+
+    async def follow_command(self, body: bytes, command_id: str) -> SupervisorDownload:
+        """Start a command under an id that the caller chose, and stream its output as frames."""
+        with span("supervisor", method="POST", path="/commands"):
+            stream = await self.download("/commands?follow=1", body, method="POST", idle=None)
+        if stream.status == _CREATED:  # a supervisor of an older server, which has only started it
+            stream.close()
+            return await self.command_output(command_id, 0, follow=True)
+        return stream
 
     async def list_commands(self) -> CommandList:
         return check(CommandList, await self._json("GET", "/commands", limit=LIST))
@@ -236,6 +253,18 @@ class SupervisorClient(SupervisorConnection):
         """Return a part of the standard error of an MCP server."""
         path = f"/mcp/{name}/log{query_of(offset=offset, limit=limit)}"
         return check(McpLog, await self._json("GET", path, limit=4 * SMALL))
+
+    # ports
+
+    async def list_ports(self, port: int | None, wait_s: float) -> PortList:
+        """Return the open ports; with `port`, once that one is open or the time is over."""
+        query = query_of(port=port, wait_ms=round(wait_s * 1000))
+        found = await self.request_json("GET", f"/ports{query}", deadline=SHORT_S + wait_s, max_bytes=SMALL)
+        return check(PortList, found)
+
+    async def open_port(self, port: int) -> SupervisorStream:
+        """Connect to the server on a port of the sandbox; `PortNotOpen`."""
+        return await self.stream(f"/ports/{port}/stream", port, deadline=SHORT_S)
 
     # upkeep
 

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from carrel.control.http_wire import MAX_PROBLEM, HttpWire
-from carrel.errors import CarrelError, LimitExceeded, SandboxLost, from_problem
+from carrel.errors import CarrelError, LimitExceeded, PortNotOpen, SandboxLost, from_problem
 from carrel.providers.links import SupervisorLink
 from carrel.tracing import span
 
@@ -95,6 +95,55 @@ class SupervisorDownload:
         wire, self._wire = self._wire, _CLOSED
         if wire is not _CLOSED:
             wire.release()
+
+
+class SupervisorStream:
+    """Bytes to and from a server in the sandbox. One task reads, one writes."""
+
+    def __init__(self, wire: HttpWire, port: int):
+        self._wire = wire
+        self._port = port
+        self._chunks = wire.body(None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the server sends no more, or the stream broke."""
+        return self._wire.complete or self._wire.closed
+
+    async def read(self) -> bytes:
+        """Wait for the next bytes; empty when the server sends no more."""
+        try:
+            return await anext(self._chunks, b"")
+        except SandboxLost:
+            raise self._broken() from None
+
+    async def write(self, data: bytes) -> None:
+        """Send bytes, and wait while the server is behind."""
+        wire = self._wire
+        if wire.closed or wire.complete or wire.transport is None:
+            raise self._broken()
+        if data:
+            wire.transport.writelines((b"%x\r\n" % len(data), data, b"\r\n"))
+            await wire.drain(None)
+
+    def end(self) -> None:
+        """Tell the server that no more comes."""
+        if not self._wire.closed and self._wire.transport is not None:
+            self._wire.transport.write(b"0\r\n\r\n")
+
+    def close(self) -> None:
+        """End both directions at once. May be repeated."""
+        wire, self._wire = self._wire, _ENDED
+        if wire is not _ENDED:
+            wire.closed = True  # a connection that carried a stream is not used again
+            if wire.transport is not None:
+                wire.transport.abort()
+            wire.release()
+
+    def _broken(self) -> PortNotOpen:
+        return PortNotOpen(
+            f"the server on port {self._port} broke the connection off", hint="see its output", port=self._port
+        )
 
 
 class SupervisorConnection:
@@ -202,15 +251,21 @@ class SupervisorConnection:
             wire.release()
 
     async def download(
-        self, path: str, *, method: str = "GET", deadline: float = 30.0, idle: float | None = 60.0
+        self,
+        path: str,
+        body: bytes = b"",
+        *,
+        method: str = "GET",
+        deadline: float = 30.0,
+        idle: float | None = 60.0,
     ) -> SupervisorDownload:
         """Open a stream. The caller reads it to the end or closes it; `idle` bounds the time between two chunks."""
         wire = self._idle.pop() if self._idle else await self._connect()
         wire.begin(0)
         try:
             assert wire.transport is not None
-            empty = b"" if method == "GET" else b"content-length: 0\r\n"
-            wire.transport.write(_HEADS[method] + path.encode("ascii") + _host() + empty + b"\r\n")
+            size = b"" if method == "GET" else b"content-length: %d\r\n" % len(body)
+            wire.transport.write(_HEADS[method] + path.encode("ascii") + _host() + size + b"\r\n" + body)
             await wire.head(deadline)
             if not 200 <= wire.status < 300:
                 problem = bytearray()
@@ -223,6 +278,27 @@ class SupervisorConnection:
             wire.release()
             raise
         return SupervisorDownload(wire, idle)
+
+    async def stream(self, path: str, port: int, *, deadline: float) -> SupervisorStream:
+        """Open a stream of bytes in both directions. The caller closes it."""
+        wire = self._idle.pop() if self._idle else await self._connect()
+        wire.begin(0)
+        try:
+            assert wire.transport is not None
+            wire.transport.write(b"POST %s%stransfer-encoding: chunked\r\n\r\n" % (path.encode("ascii"), _host()))
+            await wire.head(deadline)
+            if not 200 <= wire.status < 300:
+                problem = bytearray()
+                async for chunk in wire.body(deadline):
+                    problem += chunk
+                    if len(problem) > MAX_PROBLEM:
+                        break
+                raise problem_from(wire.status, bytes(problem[:MAX_PROBLEM]))
+        except BaseException:
+            wire.closed = True
+            wire.release()
+            raise
+        return SupervisorStream(wire, port)
 
     @staticmethod
     def _object(answer: bytes) -> Json:
@@ -278,4 +354,11 @@ class SupervisorConnection:
         self._open.clear()
 
 
+class _Ended:
+    """Stands for the connection of a stream that was closed."""
+
+    complete, closed, transport = True, True, None
+
+
 _CLOSED: Any = object()
+_ENDED: Any = _Ended()

@@ -43,8 +43,8 @@ class Confined:
     devices: Sequence[str] = ()
     groups: Sequence[int] = ()
     descriptors: Sequence[int] = ()
-    serves_files: bool = False
-    """Whether it is the file server: root of nothing but its own namespace, in which only its own user exists."""
+    served_as: int = 0
+    """For the file server, the user of the host that it is: its own namespace has no other, and there it is `uid`."""
     file_size: int = 0
     """The most bytes of a file that it may write; 0 for no limit."""
 
@@ -54,9 +54,9 @@ def start(program: Confined, stage: str, output: int) -> int:
     goes to the descriptor `output`. Only for a process that has never had a second thread.
     """
     namespace = -1
-    if program.serves_files:
-        own = f"{program.uid} {program.uid} 1\n"
-        namespace = linux.user_namespace(own, f"{program.gid} {program.gid} 1\n")
+    if program.served_as:
+        own = f"{program.uid} {program.served_as} 1\n"
+        namespace = linux.user_namespace(own, f"{program.gid} {program.served_as} 1\n")
     pid = linux.fork_into(_SPACES)
     if pid:
         if namespace >= 0:
@@ -135,10 +135,10 @@ def _become(program: Confined) -> None:
     """Give up everything that the program does not need."""
     os.umask(0o022)
     os.setgroups(list(program.groups))
-    if program.serves_files:
+    if program.served_as:
         linux.enter_namespace(_NAMESPACE)
         os.close(_NAMESPACE)
-    kept = _STARTING if program.serves_files else frozenset()
+    kept = _STARTING if program.served_as else frozenset()
     linux.drop_bounding_set(kept)
     os.setresgid(program.gid, program.gid, program.gid)
     os.setresuid(program.uid, program.uid, program.uid)
@@ -146,7 +146,7 @@ def _become(program: Confined) -> None:
         linux.pass_on_capabilities(kept)
     else:
         linux.drop_capabilities()
-    seccomp.install(seccomp.build(more=file_server_calls() if program.serves_files else {}))
+    seccomp.install(seccomp.build(more=file_server_calls() if program.served_as else {}))
 
 
 def file_server_calls() -> dict[str, Decision]:

@@ -159,8 +159,12 @@ def _group(memory_mb: int, processes: int) -> int:
 
 
 def _listen(path: str, mode: int) -> socket.socket:
+    """Listen at a path, which the kernel does not show to the agent: only its last name."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    listener.bind(_ROOT + path)
+    folder, name = os.path.split(_ROOT + path)
+    os.chdir(folder)
+    listener.bind(name)
+    os.chdir("/")
     os.chmod(_ROOT + path, mode)
     listener.listen(_BACKLOG)
     return listener

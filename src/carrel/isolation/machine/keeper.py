@@ -88,12 +88,14 @@ def main() -> None:
 
 def _keep(order: MachineOrder) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    staging.stage(order.stage)
     slot, lock = ids.HostIds().take()
-    own = ids.owner(slot)
+    own, owner = ids.owner(slot), order.stage.owner
+    users = linux.user_namespace(*(2 * [f"{owner} {ids.agent(slot, idmap=True)} 1\n"]))
+    mapped = staging.stage(order.stage, users)
+    os.close(users)
     _own_control(order, own)
     listener = _listen(order.socket)
-    console, line, programs = _start(order, own)
+    console, line, programs = _start(order, own, ids.agent(slot, idmap=mapped))
     nothing = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
     _give_up(order, own)
     os.set_inheritable(lock, False)
@@ -148,8 +150,10 @@ def _listen(path: str) -> socket.socket:
     return listener
 
 
-def _start(order: MachineOrder, own: int) -> tuple[int, socket.socket, dict[str, int]]:
-    """Start both programs; return what reads the machine's console, this end of the line, and the processes."""
+def _start(order: MachineOrder, own: int, agent: int) -> tuple[int, socket.socket, dict[str, int]]:
+    """Start both programs; return what reads the machine's console, this end of the line, and the processes. The file
+    server is the user `agent` of the host.
+    """
     files = {path: path for path in order.packages}
     console, output = os.pipe()
     here, there = socket.socketpair()
@@ -170,7 +174,7 @@ def _start(order: MachineOrder, own: int) -> tuple[int, socket.socket, dict[str,
             owner,
             {**files, confined.EXPORT: order.stage.root},
             descriptors=(asked.fileno(),),
-            serves_files=True,
+            served_as=agent,
             file_size=order.disk_mb << 20,
         )
         machine = Confined(

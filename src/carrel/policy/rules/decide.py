@@ -127,6 +127,16 @@ def decide_network(policy: Policy, host: str, port: int | None = None) -> Verdic
     return _whole([_host(policy, HostPolicy(policy), host, port)])
 
 
+def decide_port(policy: Policy, port: int) -> Verdict:
+    """Decide about reaching a port of the sandbox from outside."""
+    if not policy.governed:
+        return ALLOWED
+    verdict = _by_rules(
+        first(policy.deny.inbound(port)), first(policy.allow.inbound(port)), f"reaching port {port} of the sandbox"
+    )
+    return _whole([VerdictPart("network", f"inbound:{port}", verdict)])
+
+
 def decide_mcp(policy: Policy, server: str, tool: str) -> Verdict:
     """Decide about a call of a tool of an MCP server."""
     if not policy.governed:

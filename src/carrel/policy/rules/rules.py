@@ -5,6 +5,7 @@
     shell(rm -rf /*:*)            `*` in a word matches any characters; quotes and backslashes work as in a shell
     file(read:/etc/**)            read, write or delete; `**` matches any depth, `*` and `?` match within one name
     network(outbound:*.a.org:443) a host, every host below a domain, an address or a network; the port is optional
+    network(inbound:8000)         a port of the sandbox that is reached from outside; `*` is every port
     mcp(server:tool)              `*` in either matches any characters
 
 A trailing `:*` means "and anything after it". Knows nothing of layers.
@@ -28,6 +29,7 @@ from carrel.policy.verdict import Kind
 
 KINDS: tuple[Kind, ...] = ("shell", "file", "network", "mcp")
 OPERATIONS = ("read", "write", "delete")
+INBOUND = "inbound"
 Match = Literal["no", "maybe", "yes"]
 SYSTEM = ("/bin/", "/usr/bin/", "/usr/local/bin/", "/sbin/", "/usr/sbin/", "/usr/local/sbin/")
 """The directories that a program name without a directory refers to."""
@@ -168,8 +170,10 @@ def _file(text: str, source: str, order: int, body: str, is_open: bool) -> Rule:
 
 def _network(text: str, source: str, order: int, body: str) -> Rule:
     direction, colon, rest = body.partition(":")
+    if direction == INBOUND and re.fullmatch(r"\*|[1-9]\d{0,4}", rest):
+        return Rule(text, "network", source, order, operation=INBOUND, port="" if rest == "*" else rest)
     if direction != "outbound" or not colon or not rest:
-        raise ValueError("write network(outbound:host) or network(outbound:host:port)")
+        raise ValueError("write network(outbound:host), network(outbound:host:port) or network(inbound:port)")
     host, port = rest, ""
     if found := re.fullmatch(r"(\[[0-9A-Fa-f:.]+\](?:/\d+)?|[^:\[\]]+):(\*|\d{1,5})", rest):
         host, port = found[1], "" if found[2] == "*" else found[2]
@@ -304,6 +308,8 @@ class RuleIndex:
     hosts: dict[str, list[Rule]] = field(default_factory=dict)
     networks: dict[tuple[int, int], dict[int, list[Rule]]] = field(default_factory=dict)
     """By IP version and prefix length, then by prefix."""
+    ports: list[Rule] = field(default_factory=list)
+    """The rules for ports of the sandbox."""
     servers: dict[str, list[Rule]] = field(default_factory=dict)
     tools: list[Rule] = field(default_factory=list)
 
@@ -315,7 +321,9 @@ class RuleIndex:
             assert rule.path is not None
             self.files.setdefault((rule.operation, rule.path.fixed), []).append(rule)
         elif rule.kind == "network":
-            if rule.network is not None:
+            if rule.operation == INBOUND:
+                self.ports.append(rule)
+            elif rule.network is not None:
                 self._add_network(rule, rule.network)
             else:
                 self.hosts.setdefault(rule.host, []).append(rule)
@@ -400,6 +408,10 @@ class RuleIndex:
             if version == address.version:
                 found += prefixes.get(int(address) >> (address.max_prefixlen - length), ())
         return _of_port(found, port, deny=deny)
+
+    def inbound(self, port: int) -> Iterable[Rule]:
+        """Return the rules for a port of the sandbox."""
+        return _of_port(self.ports, port, deny=False)
 
     def mcp(self, server: str, tool: str) -> Iterable[Rule]:
         """Yield the rules that match a tool of a server."""

@@ -26,7 +26,15 @@ from carrel.isolation.late_mounts import Sandbox
 from carrel.isolation.rootfs import SANDBOX_UID
 from carrel.models import Network
 from carrel.providers import bundle, foreign_processes
-from carrel.providers.base import NETWORK_CAPABILITY, Capability, Handle, Launch, Provider, ResourceUse, RootImage
+from carrel.providers.base import (
+    ISOLATING,
+    Capability,
+    Handle,
+    Launch,
+    Provider,
+    ResourceUse,
+    RootImage,
+)
 from carrel.providers.bundle import SupervisorBundle
 from carrel.providers.control_directory import ControlDirectory, WaitingSupervisor, facts_of, waiting_supervisor
 from carrel.providers.docker import containers, late_parts, roots
@@ -100,17 +108,7 @@ class DockerProvider(Provider):
         return self._probe()[0]
 
     def capabilities(self) -> frozenset[Capability]:
-        promised = {
-            Capability.FILE_ISOLATION,
-            Capability.PROCESS_ISOLATION,
-            Capability.LIMIT_DISK,
-            Capability.NETWORK_NONE,
-            Capability.NETWORK_ALLOWLIST,
-            Capability.MASKS,
-            Capability.SECRETS,
-            Capability.TERMINAL,
-            Capability.SURVIVES_RESTART,
-        }
+        promised = set(ISOLATING)
         info = self._probe()[1]
         promised |= {limit for limit, key in _LIMITS.items() if info.get(key) is True}
         if ENVIRONMENTS in self._shared:
@@ -255,17 +253,13 @@ class DockerProvider(Provider):
 
     def _refuse(self, launch: Launch) -> None:
         """Refuse what was not promised and would otherwise be dropped."""
-        self.require(NETWORK_CAPABILITY[launch.network])
-        if launch.folder is not None:
-            self.require(Capability.FOLDERS)
-        if launch.image is not None:
-            self.require(Capability.IMAGES)
-            if launch.image.writable:
-                raise Unsupported(
-                    "provider 'docker' cannot keep the changes of a root",
-                    field="image",
-                    hint="use the provider 'namespace' to build images",
-                )
+        self.require_for(launch)
+        if launch.image is not None and launch.image.writable:
+            raise Unsupported(
+                "provider 'docker' cannot keep the changes of a root",
+                field="image",
+                hint="use the provider 'namespace' to build images",
+            )
 
     async def _provide_bundle(self) -> SupervisorBundle:
         async with self._bundling:
@@ -311,15 +305,18 @@ class DockerProvider(Provider):
         return [str(each["Labels"][containers.SANDBOX]) for each in found]
 
     async def clean(self) -> None:
-        if os.path.isdir(self._folder) and await asyncio.to_thread(self.missing) is None:
-            keep = {self._key(id) for id in (*await self.running(), *self._starting)}
-            await asyncio.to_thread(self._remove_strays, keep)
+        if not os.path.isdir(self._folder) or await asyncio.to_thread(self.missing) is not None:
+            return
+        async with self._roots.resting():  # a root is built there too
+            found = await asyncio.to_thread(os.listdir, self._folder)
+            starting = set(self._starting)  # what starts after this look was not found
+            keep = {self._key(id) for id in (*starting, *await self.running(), *self._starting)}
+            await asyncio.to_thread(self._remove_strays, set(found) - keep)
 
-    def _remove_strays(self, keep: set[str]) -> None:
+    def _remove_strays(self, strays: set[str]) -> None:
         """Remove control directories without a container: a server was killed between the two."""
-        for entry in os.listdir(self._folder):
-            if entry not in keep:
-                ControlDirectory(os.path.join(self._folder, entry)).remove()
+        for entry in strays:
+            ControlDirectory(os.path.join(self._folder, entry)).remove()
 
     async def remove(self, handle: Handle) -> None:
         await self._discard(str(handle["id"]))

@@ -15,7 +15,8 @@ import os
 import stat
 import tarfile
 import tempfile
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 
 from carrel.errors import PlatformError, Unsupported
 from carrel.isolation import image_root, image_user, inside, rootfs
@@ -51,11 +52,20 @@ class DockerRoots:
         self._host = ""
         self._lock = asyncio.Lock()
 
+    @asynccontextmanager
+    async def resting(self) -> AsyncIterator[None]:
+        """Build no root meanwhile: what is in the directory for temporary files is left from an earlier process."""
+        async with self._lock:
+            yield
+
     async def of_host(self) -> str:
         """Return the image of the skeleton for the host's own programs."""
         async with self._lock:
             if not self._host or not await self._is_there(self._host):
-                archive = await asyncio.to_thread(_skeleton, self._temporary)
+                try:
+                    archive = await asyncio.to_thread(_skeleton, self._temporary)
+                except OSError as error:
+                    raise PlatformError(f"the root of a container cannot be made: {error}") from error
                 name = f"{REPOSITORY}:host-{hashlib.sha256(archive).hexdigest()[:32]}"
                 if not await self._is_there(name):
                     await self._engine.import_image(_in_chunks(archive), name, {DIRECTORY: "/"})
@@ -137,9 +147,14 @@ def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def _walk(folder: str) -> Iterator[str]:
     """Yield every path below a folder, a directory before its content, in an order that does not change."""
-    for place, names, files in os.walk(folder):
+    for place, names, files in os.walk(folder, onerror=_fail):
         names.sort()
         yield from (os.path.join(place, name) for name in sorted((*names, *files)))
+
+
+def _fail(error: OSError) -> None:
+    """A root from which something is missing must not become an image."""
+    raise error
 
 
 async def _in_chunks(data: bytes) -> AsyncGenerator[bytes]:

@@ -45,6 +45,8 @@ class KubernetesApi:
     def __init__(self, access: ClusterAccess):
         self._access = access
         self._client: httpx.AsyncClient | None = None
+        self._unwanted: set[asyncio.Task[None]] = set()
+        """Requests that were cancelled before their answer began."""
 
     async def get(self, path: str, **query: str) -> Resource | None:
         """Return an object or a list; None when there is no such thing."""
@@ -133,7 +135,7 @@ class KubernetesApi:
             method, path, params=dict(query), content=content, headers=headers, timeout=timeout
         )
         try:
-            response = await _to_its_end(self._client.send(request, stream=True))
+            response = await self._to_its_head(self._client.send(request, stream=True))
             try:
                 yield response
             finally:
@@ -144,24 +146,30 @@ class KubernetesApi:
                 hint="run `carrel doctor`",
             ) from error
 
+    async def _to_its_head(self, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
+        """Wait for the head of an answer. A request whose caller is cancelled goes on until then: httpcore would leave
+        a connection open that is cancelled in its handshake.
+        """
+        task = asyncio.ensure_future(sending)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            dropping = asyncio.ensure_future(_drop(task))
+            self._unwanted.add(dropping)
+            dropping.add_done_callback(self._unwanted.discard)
+            raise
+
     async def close(self) -> None:
+        await asyncio.gather(*self._unwanted)
         if self._client is not None:
             await self._client.aclose()
             self._client = None
 
 
-async def _to_its_end(sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response:
-    """Wait for the head of an answer, also when the caller is cancelled: httpcore would leave a connection open that is
-    cancelled in its handshake.
-    """
-    task = asyncio.ensure_future(sending)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait((task,))
-        if not task.cancelled() and task.exception() is None:
-            await task.result().aclose()
-        raise
+async def _drop(sending: asyncio.Task[httpx.Response]) -> None:
+    await asyncio.wait((sending,))
+    if not sending.cancelled() and sending.exception() is None:
+        await sending.result().aclose()
 
 
 async def _bounded(response: httpx.Response) -> bytes:

@@ -22,6 +22,8 @@ INSTANCE, SANDBOX = "carrel/instance", "carrel/sandbox"
 """Labels: the server that owns an object, and a hash of the sandbox's id."""
 ID = "carrel/id"
 """An annotation: the id of a sandbox."""
+CREDENTIALS = "carrel/credentials"
+"""An annotation: when the credentials end that a pod of a pool has started with."""
 CONTAINER = "sandbox"
 PORT = 7443
 """Where supervisors listen for servers, with mutual TLS."""

@@ -23,5 +23,7 @@ class KubernetesOptions:
     """Whether agent-sandbox is used where it is installed. Otherwise sandboxes are plain pods."""
     warm_pool: int = 0
     """How many pods agent-sandbox keeps ready for each kind of sandbox; 0 for none."""
+    volume_max_gb: int = 0
+    """How large the claim of the shared volume may become when it fills up; 0 leaves its size to the operator."""
     identified: bool = True
     """Whether servers have SPIFFE IDs. Without them no pod can be reached."""

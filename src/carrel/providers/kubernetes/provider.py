@@ -34,9 +34,11 @@ from carrel.providers.kubernetes.manifests import PodRequest
 from carrel.providers.kubernetes.options import KubernetesOptions
 from carrel.providers.kubernetes.pods import StartedPod
 from carrel.providers.kubernetes.slot_directories import SlotDirectories, is_small
+from carrel.providers.kubernetes.volume_growth import GI, VolumeGrowth
 from carrel.providers.kubernetes.warm_pools import WarmPools, claimed_pod
 from carrel.providers.links import RemoteAddress, RemoteLink, SupervisorLink
 from carrel.providers.remote import give_facts
+from carrel.providers.ways_out import WaysOut
 from carrel.spiffe.sandboxes import SLOT_LIFETIME_S, SandboxIdentities
 
 START_S, REMOVAL_S = 120.0, 60.0
@@ -47,12 +49,14 @@ SERVERS = {"app.kubernetes.io/name": "carrel", "app.kubernetes.io/component": "s
 POLICY = "carrel-sandboxes"
 _NO_IDS = "pods are reached by their SPIFFE IDs, and this server has none: set CARREL_SPIFFE_SOURCE"
 _DIAL_S, _PAUSE_S = 1.0, 0.03
+_WATCHED_AFTER_S = 0.5
+_WAYS_OUT = "ways-out"
 _RENEWED_BEFORE_S = SLOT_LIFETIME_S / 2
 
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A pod without an owner, and its directory among those of slots."""
+    """A pod without an owner, and its directory among those of slots. The uid and node of `pod` may be unknown yet."""
 
     pod: StartedPod
     directory: str
@@ -60,6 +64,9 @@ class _Waiting:
 
 class KubernetesProvider(Provider):
     """Pods that keep to the Pod Security Standard `restricted`. For one event loop."""
+
+    slot_lifetime_s = SLOT_LIFETIME_S / 3
+    """Its credentials may be half as old as they can be when it starts; then its owner needs them once."""
 
     def __init__(
         self,
@@ -86,9 +93,11 @@ class KubernetesProvider(Provider):
         self._credentials_until = 0.0
         self._preparing = asyncio.Lock()
         self._slots = SlotDirectories(options.volume_directory, self._instance, SANDBOX_UID)
+        self._ways_out = WaysOut(os.path.join(run_dir, _WAYS_OUT))
         self._waiting: dict[str, _Waiting] = {}
         self._claimed: dict[str, str] = {}
         self._pools: WarmPools | None = None
+        self._growing: asyncio.Task[None] | None = None
         self._probed: tuple[float, str | None] = (-PROBED_FOR_S, None)
 
     # what the cluster can do
@@ -142,11 +151,24 @@ class KubernetesProvider(Provider):
                 Capability.LIMIT_MEMORY,
                 Capability.LIMIT_DISK,
                 Capability.NETWORK_NONE,
+                Capability.NETWORK_ALLOWLIST,
                 Capability.SECRETS,
                 Capability.TERMINAL,
                 Capability.SURVIVES_RESTART,
             }
         )
+
+    async def warm(self) -> None:
+        # Both providers of a server have one volume: one of them looks after it.
+        looks = self._options.volume_max_gb and not self._runtime_class and self._growing is None
+        if looks and await asyncio.to_thread(self.missing) is None:
+            self._growing = asyncio.ensure_future(self.volume_growth().run())
+
+    def volume_growth(self) -> VolumeGrowth:
+        """Return what lets the claim of the shared volume grow."""
+        options = self._options
+        path = f"/api/v1/namespaces/{options.namespace}/persistentvolumeclaims/{options.volume_claim}"
+        return VolumeGrowth(self._open(), path, options.volume_directory, options.volume_max_gb * GI)
 
     # sandboxes
 
@@ -170,8 +192,8 @@ class KubernetesProvider(Provider):
 
     async def start_slot(self, launch: Launch) -> Handle:
         waiting = self._waiting[launch.id] = await self._start_empty(launch)
-        address = RemoteAddress(waiting.pod.address, manifests.PORT, self._slot_identity)
-        return self._handle(launch.id, waiting.pod, address)
+        pod = await self._complete(waiting.pod)
+        return self._handle(launch.id, pod, RemoteAddress(pod.address, manifests.PORT, self._slot_identity))
 
     async def _start_empty(self, launch: Launch) -> _Waiting:
         """Return a pod with an empty directory: a claimed one where there are warm pools, else a new one.
@@ -210,26 +232,43 @@ class KubernetesProvider(Provider):
 
     async def _own(self, id: str, waiting: _Waiting, launch: Launch) -> Handle:
         """Let a pod with an empty directory become a sandbox."""
+        looking = asyncio.ensure_future(self._complete(waiting.pod))
         try:
             await asyncio.to_thread(self._slots.give, waiting.directory, launch.workspace)
-            return await self._give(waiting.pod, id, launch)
+            handle = await self._give(waiting.pod, id, launch)
+            pod = await looking
+            return {**handle, "uid": pod.uid, "node": pod.node}
         except OSError as error:
             await asyncio.shield(self._discard(id))
             raise PlatformError(f"slot {id} cannot have the workspace of {launch.id}: {error}") from error
         except BaseException:
             await asyncio.shield(self._discard(id))
             raise
+        finally:
+            await tasks.cancel((looking,))
+
+    async def _complete(self, pod: StartedPod) -> StartedPod:
+        """Return a pod with all that is known of it."""
+        if pod.uid:
+            return pod
+        state = await self._open().get(f"{self._pods}/{pod.name}")
+        found = None if state is None else pods.started(state)
+        if found is None:
+            raise PlatformError(f"the pod {pod.name} has ended")
+        return found
 
     async def _claim_pod(self, pools: WarmPools, launch: Launch) -> StartedPod:
         """Claim a pod of a warm pool; return it once it has an address."""
         name = self._name(launch.id)
         folder = await asyncio.to_thread(self._slots.open)
-        await pools.claim(name, launch.id, self._request(launch, "", folder))
         try:
             async with asyncio.timeout(START_S):
-                self._claimed[launch.id] = await pools.pod_of(name)
+                claimed = await pools.claim(name, launch.id, self._request(launch, "", folder))
         except TimeoutError:
             raise PlatformError(f"sandbox {launch.id} got no pod of a warm pool in {START_S:.0f} s") from None
+        self._claimed[launch.id] = claimed.name
+        if claimed.address:  # it has been ready: nothing else has to be asked for now
+            return StartedPod(claimed.name, "", "", claimed.address)
         return await self._addressed(launch.id)
 
     def _request(self, launch: Launch, place: str, slots: str = "") -> PodRequest:
@@ -276,9 +315,9 @@ class KubernetesProvider(Provider):
     async def _give(self, pod: StartedPod, id: str, launch: Launch) -> Handle:
         """Give a sandbox to its owner: its supervisor becomes the agent, as soon as it listens."""
         slot = RemoteAddress(pod.address, manifests.PORT, self._slot_identity)
-        return self._handle(
-            id, pod, await give_facts(slot, self._identities, launch.id, self._facts(launch), self._watch(id, None))
-        )
+        ended = self._end_of(id)
+        address = await give_facts(slot, self._identities, launch.id, self._facts(launch), ended)
+        return {**self._handle(id, pod, address), "egress": launch.network.proxied}
 
     async def _until_it_listens(self, id: str, pod: StartedPod) -> None:
         """Wait for the supervisor of a slot."""
@@ -290,7 +329,7 @@ class KubernetesProvider(Provider):
                 await asyncio.sleep(_PAUSE_S)
 
         waiting = asyncio.ensure_future(listening())
-        watching = asyncio.ensure_future(self._watch(id, None))
+        watching = asyncio.ensure_future(self._end_of(id))
         try:
             await asyncio.wait((waiting, watching), timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done():
@@ -354,6 +393,11 @@ class KubernetesProvider(Provider):
                     if found is not None and addressed is not None and not addressed.done():
                         addressed.set_result(found)
 
+    async def _end_of(self, id: str) -> str:
+        """Return why the pod of a sandbox has failed, once it has. What ends sooner asks the cluster for nothing."""
+        await asyncio.sleep(_WATCHED_AFTER_S)
+        return await self._watch(id, None)
+
     def _selects(self, id: str) -> dict[str, str]:
         """Return the query for the pod of a sandbox. One of a warm pool has no labels of its owner."""
         if (claimed := self._claimed.get(id)) is not None:
@@ -372,7 +416,7 @@ class KubernetesProvider(Provider):
         gvisor = self._runtime_class != ""  # it has a filter of its own
         calls = b"" if gvisor else seccomp.build()
         facts = facts_of(launch, uid=SANDBOX_UID, gid=SANDBOX_UID, secrets=True, seccomp=calls)
-        facts |= {"socket": "", "secrets": manifests.LENT_SECRETS}
+        facts |= {"socket": "", "egress": "", "secrets": manifests.LENT_SECRETS}
         if gvisor:
             facts["limits"] = {name: value for name, value in facts["limits"].items() if name in LIMITS}
             facts["watch_memory"] = True
@@ -380,6 +424,11 @@ class KubernetesProvider(Provider):
 
     def link(self, handle: Handle) -> SupervisorLink:
         return RemoteLink(RemoteAddress.parse(str(handle["socket"])), self._identities.client_context)
+
+    async def way_out(self, handle: Handle) -> int | None:
+        if not handle.get("egress"):
+            return None
+        return await self._ways_out.open(str(handle["id"]), self.link(handle))
 
     async def alive(self, handle: Handle) -> bool:
         try:
@@ -424,6 +473,7 @@ class KubernetesProvider(Provider):
     async def _discard(self, id: str) -> None:
         """Remove whatever there is of a sandbox; return when its pod is gone, and so every process of it."""
         self._waiting.pop(id, None)
+        await self._ways_out.close(id)
         api = await self._prepare()
         claimed = await self._find_claimed(id)
         if claimed:
@@ -463,13 +513,16 @@ class KubernetesProvider(Provider):
             return self._claimed[id]
         if self._pools is None:
             return ""
-        return claimed_pod(await self._open().get(f"{self._pools.claims}/{self._name(id)}") or {})
+        found = claimed_pod(await self._open().get(f"{self._pools.claims}/{self._name(id)}") or {})
+        return "" if found is None else found.name
 
     async def close(self) -> None:
         for id in list(self._waiting):  # nobody can claim them any more
             await self._discard(id)
         if self._pools is not None:
             await self._pools.close()
+        await tasks.cancel((self._growing,))
+        await self._ways_out.close_all()
         await asyncio.to_thread(self._slots.close)
         if self._api is not None:
             await self._api.close()
@@ -490,26 +543,27 @@ class KubernetesProvider(Provider):
                 return api
             self._version = await self._find_agent_sandbox(api) if self._options.agent_sandbox else None
             self._server = await self._address_of_server(api)
-            if self._options.warm_pool and self._pools is None:
-                self._pools = await self._open_pools(api)
             policies = f"/apis/networking.k8s.io/v1/namespaces/{self._options.namespace}/networkpolicies"
             await put(api, policies, manifests.network_policy(POLICY, SERVERS))
             waiting = await asyncio.to_thread(self._identities.for_slot, self._instance)
             secret = manifests.secret(self._secret, {manifests.INSTANCE: self._instance}, waiting.to_json())
             await put(api, f"/api/v1/namespaces/{self._options.namespace}/secrets", secret)
+            if self._options.warm_pool:
+                await self._open_pools(api, str(int(waiting.expires_at)))
             self._credentials_until = waiting.expires_at - _RENEWED_BEFORE_S
         return api
 
-    async def _open_pools(self, api: KubernetesApi) -> WarmPools:
+    async def _open_pools(self, api: KubernetesApi, credentials: str) -> None:
+        """Begin with no pool. The pods of those that are there have credentials that end, or are of a killed server."""
         if self._version is None:
             raise ProviderUnavailable(
                 "warm pools need agent-sandbox, which is not installed or not used",
                 hint="install it, or set CARREL_KUBERNETES_WARM_POOL=0",
             )
-        labels = {manifests.INSTANCE: self._instance}
-        pools = WarmPools(api, self._options.namespace, self._version, labels, self._options.warm_pool)
-        await pools.open()
-        return pools
+        if self._pools is None:
+            labels = {manifests.INSTANCE: self._instance}
+            self._pools = WarmPools(api, self._options.namespace, self._version, labels, self._options.warm_pool)
+        await self._pools.open(credentials)
 
     async def _find_agent_sandbox(self, api: KubernetesApi) -> str | None:
         """Return the version of agent-sandbox's resources that is used; None if it is not installed."""
