@@ -91,13 +91,11 @@ def create_app(
 
 
 def _visits(plane: ControlPlane) -> PortVisits:
-    """Return what recognizes requests to ports: E2B's clients use the hosts of their own domain for them too."""
-    settings = plane.settings
-    domains = {} if settings.e2b.domain is None else {settings.e2b.domain.partition(":")[0]: "https"}
-    others = frozenset({"api", "sandbox"} if domains else ())
-    if settings.ports.domain_name is not None:
-        domains[settings.ports.domain_name] = settings.ports.scheme
-    return PortVisits(domains, others)
+    """Return what recognizes requests to ports. Two names below their domain are for E2B's clients."""
+    ports = plane.settings.ports
+    return PortVisits(
+        {} if ports.domain_name is None else {ports.domain_name: ports.scheme}, frozenset({"api", "sandbox"})
+    )
 
 
 _FIRST = (commands, sandboxes, attached, approvals, policies, secrets, host)
