@@ -28,7 +28,7 @@ HERE = Path(__file__).resolve().parents[1]
 REQUIREMENTS, DOCKERFILE = HERE / "requirements/image.txt", HERE / "deploy/images/server/Dockerfile"
 PYTHON = "python3.11"
 """That of Debian 12, which this has to run on too: it compiles the modules."""
-FORMAT = 1
+FORMAT = 3
 """Changes when the same packages would make another base."""
 PACKAGES = (
     *("bash", "ca-certificates", "coreutils", "diffutils", "findutils", "grep", "gzip", "procps", "python3", "sed"),
@@ -97,6 +97,7 @@ def clean(root: Path) -> None:
     bundle = root / "etc/ssl/certs/ca-certificates.crt"
     bundle.parent.mkdir(parents=True, exist_ok=True)
     bundle.write_bytes(b"".join(each.read_bytes() for each in authorities))
+    (root / "usr/bin/sh").symlink_to("bash")
     (root / "etc/passwd").write_text(USERS)
     (root / "etc/group").write_text(GROUPS)
     (root / "etc/nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files dns\n")
@@ -126,8 +127,8 @@ def add_carrel(root: Path) -> None:
         _do(*_uv(packages), "--no-deps", "--offline", str(wheel))
     shutil.rmtree(packages / "bin")
     (packages / ".lock").unlink(missing_ok=True)
-    for path in packages.glob("*.dist-info/*"):  # they name the folder of the wheel
-        if path.name in {"direct_url.json", "RECORD"}:
+    for path in packages.glob("*.dist-info/*"):  # they name the folder of the wheel, or its time
+        if path.name in {"direct_url.json", "uv_cache.json", "RECORD"}:
             path.unlink()
     add_text(root, "usr/local/bin/carrel", PROGRAM)
     (root / "usr/local/bin/carrel").chmod(0o755)
@@ -174,12 +175,15 @@ def _keep_programs(source: Path, target: Path) -> None:
 
 
 def write_tar(root: Path, path: Path, owned: Iterable[str] = ()) -> None:
-    """Write a tree as a tar file: sorted, of root, without times. `owned` are directories of the user of the image."""
+    """Write a tree as a tar file: sorted, of root, without times and set-user-ID bits. `owned` are directories of the
+    user of the image.
+    """
     theirs = frozenset(owned)
 
     def described(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         entry.uid = entry.gid = 1000 if entry.name in theirs else 0
         entry.mtime, entry.uname, entry.gname = 0, "", ""
+        entry.mode &= 0o1777
         return entry
 
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:

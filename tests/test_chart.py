@@ -104,7 +104,7 @@ def test_what_cannot_work_is_refused(setting: str, words: str) -> None:
 
 def test_every_variable_is_a_setting() -> None:
     known = {each.env for each in config.declarations()}
-    used = {name for name in variables("serviceMonitor.enabled=true") if name.startswith("CARREL_")}
+    used = {name for name in variables("ingress.enabled=true") if name.startswith("CARREL_")}
     assert used <= known, used - known
 
 
@@ -190,6 +190,9 @@ def test_the_ingress_has_the_host_and_every_name_below_it() -> None:
     one = rendered("ingress.enabled=true", "ingress.wildcard=false")["Ingress", "carrel"]["spec"]
     assert [rule["host"] for rule in one["rules"]] == ["carrel.example"]
     assert ("Ingress", "carrel") not in rendered()
+    assert variables("ingress.enabled=true")["CARREL_PORTS_DOMAIN"] == "carrel.example"
+    assert variables("ingress.enabled=true", "ingress.tlsSecret=")["CARREL_PORTS_DOMAIN"] == "http://carrel.example"
+    assert "CARREL_PORTS_DOMAIN" not in variables()
 
 
 def test_the_claim_is_kept_or_not_as_the_values_say() -> None:

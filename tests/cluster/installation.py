@@ -7,25 +7,27 @@ import importlib.util
 import json
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.cluster.ground import Cluster
 from tests.support.images import archive, debian
 
-from carrel import __version__
 from carrel.client import AsyncClient
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy/helm/carrel"
 SERVICES, SERVICES_IMAGE = "carrel-services", "localhost/carrel-services:test"
 SANDBOX_IMAGE = "localhost/carrel-sandbox:test"
-NAME, TOKEN = "carrel", "carrel-test-administrator"
+NAME = "carrel"
+PAGE = ROOT / "docs/how-to/run-on-kubernetes.md"
 READY_S = 180
 PROGRAMS = ("sh", "bash", "sleep", "kill", "mkdir", "rm", "cat", "ls", "id", "env", "true", "false", "ps")
 _PORTS = {"postgres": 5432, "nats": 4222, "s3": 8333}
@@ -92,22 +94,52 @@ def add_images(cluster: Cluster) -> None:
         cluster.add_image(path)
 
 
+def page(step: int) -> str:
+    """Return the commands of a step of the how-to page."""
+    text = PAGE.read_text().partition(f"\n## {step}. ")[2].partition("\n## ")[0]
+    lines, going_on = [], False
+    for line in text.partition("```console\n")[2].partition("```")[0].splitlines():
+        if going_on or line.startswith("$ "):
+            lines.append(line.removeprefix("$ "))
+            going_on = line.endswith("\\")
+    return "\n".join(lines)
+
+
 class Installation:
-    """A release of the chart in a namespace of its own, and the services in another."""
+    """A release of the chart in a namespace of its own, and the services in another. The commands are those of the page."""
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
-        self.helm = helm()
-        self.name = f"carrel-{secrets.token_hex(4)}"
+        self.name = "carrel"
         self.place = Path(tempfile.mkdtemp(prefix="k"))
         self.place.chmod(0o755)
         self.volume = self.place / "volume"
         self.volume.mkdir()
         os.chown(self.volume, 1000, 1000)
-        self.url, self.took_s = "", 0.0
-        for name, labels in ((SERVICES, {}), (self.name, {"pod-security.kubernetes.io/enforce": "restricted"})):
-            self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}})
+        self.url, self.token, self.took_s = "", "", 0.0
+        programs = self.place / "bin"
+        programs.mkdir()
+        (programs / "helm").symlink_to(helm())
+        (programs / "carrel").symlink_to(Path(sys.executable).parent / "carrel")
+        (programs / "kubectl").write_text(
+            f'#!/bin/sh\nCARREL_CLUSTER={os.environ["CARREL_CLUSTER"]} exec {ROOT}/scripts/cluster kubectl "$@"\n'
+        )
+        (programs / "kubectl").chmod(0o755)
+        self.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SERVICES}})
         self._start_services()
+        places = {name: self._address(name, SERVICES) for name in _PORTS}
+        self.run_page(
+            2,
+            {
+                "db.example/carrel": f"{places['postgres']}/postgres",
+                "nats.example:4222": places["nats"],
+                "https://s3.example&region=eu-1": f"http://{places['s3']}&region=us-east-1",
+                "AWS_ACCESS_KEY_ID=…": f"AWS_ACCESS_KEY_ID={_ACCESS}",
+                "AWS_SECRET_ACCESS_KEY=…": f"AWS_SECRET_ACCESS_KEY={_SECRET}",
+            },
+        )
+        secret = cluster.get("secret", "carrel-connections", "-n", self.name)["data"]
+        self.token = base64.b64decode(secret["CARREL_TOKEN"]).decode()
         self.apply(
             {
                 "apiVersion": "v1",
@@ -150,18 +182,6 @@ class Installation:
             ports = {"selector": labels, "ports": [{"port": port}]}
             self.apply({"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": ports})
         self.cluster.kubectl("wait", "--for=condition=Ready", "pods", "--all", "-n", SERVICES, "--timeout=100s")
-        places = {name: self._address(name, SERVICES) for name in _PORTS}
-        values = {
-            "CARREL_DATABASE": f"postgresql://carrel@{places['postgres']}/postgres",
-            "CARREL_BUS": f"nats://{places['nats']}",
-            "CARREL_ARCHIVE": f"s3://carrel/archive?endpoint=http://{places['s3']}&region=us-east-1",
-            "CARREL_SECRET_KEY": base64.b64encode(secrets.token_bytes(32)).decode(),
-            "CARREL_TOKEN": TOKEN,
-            "AWS_ACCESS_KEY_ID": _ACCESS,
-            "AWS_SECRET_ACCESS_KEY": _SECRET,
-        }
-        metadata = {"name": "carrel-connections", "namespace": self.name}
-        self.apply({"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": values})
 
     def _address(self, service: str, namespace: str) -> str:
         spec = self.cluster.get("service", service, "-n", namespace)["spec"]
@@ -172,29 +192,53 @@ class Installation:
     @property
     def values(self) -> dict[str, Any]:
         return {
-            "image": {"tag": __version__, "pullPolicy": "Never"},
-            "workspaces": {"storageClass": self.name, "size": "1Gi"},
-            "sandboxes": {"image": SANDBOX_IMAGE, "gvisorClass": "gvisor"},
+            "image": {"pullPolicy": "Never"},
+            "workspaces": {"size": "1Gi"},
+            "sandboxes": {"image": SANDBOX_IMAGE},
             "pools": {"size": 1, "max": 2},
             "resources": {"requests": {"cpu": "10m", "memory": "64Mi"}},
         }
 
-    def run_helm(self, *words: str) -> str:
+    def run(self, script: str) -> str:
+        """Run a script with `kubectl`, `helm` and `carrel`, as somebody who reads the page does."""
+        mine = {"HOME": str(self.place), "CARREL_URL": self.url, "CARREL_TOKEN": self.token}
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("CARREL_")}
         done = subprocess.run(
-            [self.helm, *words, "-n", self.name, "--kubeconfig", os.environ["KUBECONFIG"]],
+            ["sh", "-euc", script],
             capture_output=True,
             text=True,
             timeout=READY_S + 60,
-            env={**os.environ, "HOME": str(self.place)},
+            cwd=ROOT,
+            env={**kept, **mine, "PATH": f"{self.place}/bin:{os.environ['PATH']}"},
         )
         assert done.returncode == 0, f"{done.stderr}\n{self.said()}"
         return done.stdout
+
+    def run_page(self, step: int, replaced: Mapping[str, str]) -> str:
+        """Run the commands of a step, with this place's own addresses. Returns what the last one prints."""
+        script = page(step)
+        for before, after in replaced.items():
+            assert before in script, f"step {step} of the page has no {before}"
+            script = script.replace(before, after)
+        return self.run(script)
+
+    def run_helm(self, *words: str) -> str:
+        return self.run(shlex.join(["helm", *words, "-n", self.name]))
 
     def install(self) -> None:
         """Install the chart, and wait until its servers are ready."""
         (self.place / "values.json").write_text(json.dumps(self.values))
         began = time.monotonic()
-        self.run_helm("install", NAME, str(CHART), "-f", str(self.place / "values.json"), "--wait", "--timeout", "170s")
+        said = self.run_page(
+            3,
+            {
+                "--wait": f"--wait --timeout 170s -f {self.place}/values.json",
+                "images.example/": "localhost/",
+                "storageClass=nfs": f"storageClass={self.name}",
+                "carrel doctor --kubernetes": "carrel doctor --kubernetes || true",
+            },
+        )
+        assert "agent-sandbox" in said
         self.took_s = time.monotonic() - began
         self.url = f"http://{self._address(NAME, self.name)}"
 
@@ -205,7 +249,7 @@ class Installation:
 
     def client(self) -> AsyncClient:
         """A client of the service."""
-        return AsyncClient(self.url, TOKEN)
+        return AsyncClient(self.url, self.token)
 
     def pods(self, selector: str = "carrel/sandbox") -> dict[str, str]:
         """The pods in the namespace: their names and unique ids."""

@@ -52,7 +52,7 @@ def test_a_command_runs_in_a_sandbox_of_the_container(daemon: DockerDaemon) -> N
         while not _healthy(daemon, probe):
             assert time.monotonic() < until, docker(daemon, "logs", "server")
             time.sleep(0.2)
-        run = ("exec", "server", "carrel", "run", "--context", "first", "--")
+        run = ("exec", "server", "carrel", "exec", "first", "--")
         assert docker(daemon, *run, "sh", "-c", "echo kept > file; id -u; cat file").split()[-1] == "kept"
         assert docker(daemon, *run, "cat", "file") == "kept\n"
         assert docker(daemon, *run, "sh", "-c", "ls /var/lib/carrel 2>/dev/null | wc -l") == "0\n"

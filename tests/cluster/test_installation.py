@@ -31,6 +31,13 @@ def test_the_servers_were_ready_in_time(installation: Installation) -> None:
     assert installation.took_s <= READY_S
 
 
+def test_the_first_command_of_the_page(installation: Installation) -> None:
+    forwarding = "kubectl -n carrel port-forward service/carrel 7070 &\n"
+    variables = "export CARREL_URL=http://127.0.0.1:7070 CARREL_TOKEN=…\n"
+    # The test is in the network of the cluster, and has the token.
+    assert installation.run_page(4, {forwarding: "", variables: ""}) == "Linux\n"
+
+
 async def test_both_servers_answer_and_know_each_other(carrel, installation) -> None:
     async def both() -> bool:
         nodes = await carrel.nodes()
@@ -145,6 +152,9 @@ def test_a_server_used_no_right_that_it_does_not_have(installation) -> None:
 
 def test_uninstall_leaves_what_the_values_say(installation) -> None:
     installation.run_helm("uninstall", NAME, "--wait")
+    installation.cluster.kubectl(
+        "wait", "--for=delete", "pods", "-l", SERVER, "-n", installation.name, "--timeout=110s"
+    )
     left = installation.cluster.get("all,pvc,roles,rolebindings,networkpolicies,pdb", "-n", installation.name)["items"]
     assert [each["metadata"]["name"] for each in left if each["kind"] == "PersistentVolumeClaim"] == [
         "carrel-workspaces"

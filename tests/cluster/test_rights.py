@@ -2,35 +2,47 @@
 
 from __future__ import annotations
 
-from carrel.models import Network
+import pytest
+
 from carrel.providers.base import Launch
+from carrel.providers.kubernetes.provider import KubernetesProvider
 from carrel.providers.kubernetes.rights import RIGHTS
 from carrel.testing import Harness, workspaces_in
 
 
-async def test_the_rights_of_the_table_are_those_that_are_used(grounds, cluster) -> None:
-    pooled = grounds(warm_pool=1)
-    harness = Harness(pooled.provider, workspaces_in(str(pooled.volume)))
-    launch = harness.launch(memory_mb=256)
-    handle = await harness.provider.start(launch)  # claimed from a warm pool
-    again = pooled.provider()
-    assert await again.running() == [launch.id]
-    assert await again.alive(handle)
-    assert not await again.alive({**handle, "id": "another"})
-    await again.remove(handle)
-    await again.start_slot(Launch("slot", "", Network.NONE, memory_mb=256))
-    await again.close()  # removes it and the pools
+async def used_once(provider: KubernetesProvider, launch: Launch) -> None:
+    """Start a sandbox, find it, and remove it."""
+    handle = await provider.start(launch)
+    assert await provider.running() == [launch.id]
+    assert await provider.alive(handle)
+    await provider.remove(handle)
+
+
+@pytest.fixture(scope="session")
+def watched(grounds):
+    return grounds(warm_pool=1)
+
+
+async def test_the_rights_of_the_table_are_those_that_are_used(watched, cluster) -> None:
+    harness = Harness(watched.provider, workspaces_in(str(watched.volume)))
+    # A second object of the same server, as after a kill. It finds the pool of the first, and changes it.
+    both = (watched.provider(), watched.provider())
+    for each in both:
+        assert await each.running() == []
+    for each in both:
+        await used_once(each, harness.launch(memory_mb=256))
+    for each in both:
+        await each.close()
+    without = watched.with_options(warm_pool=0)
+    for other in (without, without.with_options(agent_sandbox=False)):
+        provider = other.provider()
+        await used_once(provider, harness.launch(memory_mb=256))
+        await provider.close()
     await harness.close()
-    cold = pooled.with_options(warm_pool=0).provider()
-    launch = harness.launch(memory_mb=256)
-    handle = await cold.start(launch)
-    assert await cold.running() == [launch.id]
-    await cold.remove(handle)
-    await cold.close()
     used = {
         (each["objectRef"].get("apiGroup", ""), each["objectRef"]["resource"], each["verb"])
         for each in cluster.audited()
-        if each["user"]["username"] == f"system:serviceaccount:{pooled.name}:carrel" and "resource" in each["objectRef"]
+        if each["user"]["username"] == f"system:serviceaccount:{watched.name}:carrel" and "objectRef" in each
     }
     known = {(right.group, kind, verb) for right in RIGHTS for kind in right.resources for verb in right.verbs}
     assert used == known
