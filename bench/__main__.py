@@ -65,6 +65,12 @@ BENCHMARKS = {
         Benchmark("execs", "a command in a running sandbox: socket, API, SDK"),
         Benchmark("rate", "commands per second with 8 clients"),
         Benchmark("workers", "operations per second of a server with several workers beside one", peers=False),
+        Benchmark(
+            "e2b",
+            "E2B's Python SDK: create to first output, a command beside ours, 100 created at once",
+            apart=True,
+            peers=False,
+        ),
         Benchmark("forward", "the same command and download by the server that has the sandbox, and by another"),
         Benchmark("ports", "a server in a sandbox by the URL of its port, and the same server directly", peers=False),
         Benchmark("remote", "a command of a supervisor over TCP with mutual TLS beside its Unix socket"),

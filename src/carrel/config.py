@@ -383,18 +383,6 @@ class PortSettings(_Group):
         return None if self.domain is None else self.authority.partition(":")[0]
 
 
-class E2bSettings(_Group):
-    """Clients of E2B."""
-
-    domain: str | None = Field(
-        default=None,
-        max_length=200,
-        pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?(:[0-9]{1,5})?$",
-        description="the domain that clients name in `E2B_DOMAIN`: `api.DOMAIN` and `49983-ID.DOMAIN` lead to this "
-        "server, through what ends TLS for `*.DOMAIN`; without it clients need `E2B_API_URL` and `E2B_SANDBOX_URL`",
-    )
-
-
 class EnvironmentSettings(_Group):
     """Python environments that sandboxes share."""
 
@@ -785,7 +773,6 @@ class Settings(_Group):
     tracing: TracingSettings = Field(default_factory=TracingSettings)
     egress: EgressSettings = Field(default_factory=EgressSettings)
     ports: PortSettings = Field(default_factory=PortSettings)
-    e2b: E2bSettings = Field(default_factory=E2bSettings)
     envs: EnvironmentSettings = Field(default_factory=EnvironmentSettings)
     images: ImageSettings = Field(default_factory=ImageSettings)
     docker: DockerSettings = Field(default_factory=DockerSettings)

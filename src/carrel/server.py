@@ -226,13 +226,16 @@ async def _accepting_nodes(
         return
     from carrel.primitives.tls_listener import TlsListener
 
-    plane.nodes.on_revoked.append(server.close_of)
+    async def close_revoked() -> None:
+        while True:
+            server.close_of(await plane.nodes.next_revocation())
+
     accepting = TlsListener(listener, plane.identities.node.server_context, server.node_protocol(plane.nodes.accepts))
-    task = asyncio.ensure_future(accepting.run())
+    running = [asyncio.ensure_future(each) for each in (accepting.run(), close_revoked())]
     try:
         yield
     finally:
-        await tasks.cancel((task,))
+        await tasks.cancel(running)
 
 
 def _bind_https(settings: Settings) -> socket.socket | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -292,26 +293,29 @@ async def is_bound(cluster: Cluster, ground: Ground) -> bool:
     return bool(claim["status"].get("phase") == "Bound")
 
 
-async def test_the_claim_of_the_volume_is_asked_to_grow(cluster, grounds):
-    name = "grows"
-    growing = {"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": {"name": name}}
-    growing |= {"provisioner": "none.example/none", "allowVolumeExpansion": True}
-    cluster.kubectl("apply", "-f", "-", stdin=growing)
+@pytest.fixture(scope="session")
+def growing(cluster, grounds):
+    """A namespace whose volume has a storage class that allows claims to grow. Nothing carries it out."""
+    metadata = {"name": f"grows-{secrets.token_hex(4)}"}
+    made = {"apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": metadata}
+    made |= {"provisioner": "none.example/none", "allowVolumeExpansion": True}
+    cluster.kubectl("apply", "-f", "-", stdin=made)
+    yield grounds(storage_class=metadata["name"], volume_max_gb=3)
+    cluster.kubectl("delete", "storageclass", metadata["name"])
+
+
+async def test_the_claim_of_the_volume_is_asked_to_grow(cluster, growing):
+    provider = growing.provider()
     try:
-        ground = grounds(storage_class=name, volume_max_gb=3)
-        provider = ground.provider()
-        try:
-            growth = provider.volume_growth()
-            await until(lambda: is_bound(cluster, ground))
-            assert await growth.look(0.5) is None
-            assert await growth.look(0.85) == 2 << 30
-            claim = cluster.get("persistentvolumeclaim", "workspaces", "-n", ground.name)
-            assert claim["spec"]["resources"]["requests"]["storage"] == "2Gi"
-            assert await growth.look(0.99) is None, "the first growth has not been carried out"
-        finally:
-            await provider.close()
+        growth = provider.volume_growth()
+        await until(lambda: is_bound(cluster, growing))
+        assert await growth.look(0.5) is None
+        assert await growth.look(0.85) == 2 << 30
+        claim = cluster.get("persistentvolumeclaim", "workspaces", "-n", growing.name)
+        assert claim["spec"]["resources"]["requests"]["storage"] == "2Gi"
+        assert await growth.look(0.99) is None, "the first growth has not been carried out"
     finally:
-        cluster.kubectl("delete", "storageclass", name)
+        await provider.close()
 
 
 async def test_a_claim_that_cannot_grow_says_so(cluster, ground):

@@ -35,7 +35,7 @@ class KillableServer:
         (self.data / "server.json").unlink(missing_ok=True)
         words = ["setpriv", "--pdeathsig=TERM", "--", sys.executable, "-m", "carrel", "serve"]
         words += ["--port", str(self.port), "--data-dir", str(self.data)]
-        words += ["--set", f"e2b.domain={DOMAIN}", "--set", "pool.size=0"]
+        words += ["--set", f"ports.domain={DOMAIN}", "--set", "pool.size=0"]
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.data), "PYTHONPATH": str(SOURCE)}
         self.process = subprocess.Popen(
             words,

@@ -15,7 +15,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from tests.end_to_end.test_event_kills import CONTEXT, Reader, Work, delivered, everything
+from tests.end_to_end.test_event_kills import CONTEXT, Work
+from tests.support.kill_events import Reader, delivered, events_of
 from tests.support.kill_server import Server
 from tests.support.nats import NatsServer
 
@@ -60,8 +61,8 @@ async def test_work_goes_on_while_nats_is_away_and_its_stream_catches_up(bus: Na
             task.cancel()
         await asyncio.gather(*running[1:], return_exceptions=True)
         async with asyncio.timeout(60):
-            now = await everything(server)
-            while (later := await everything(server)) != now:
+            now = await events_of(server)
+            while (later := await events_of(server)) != now:
                 now = later
                 await asyncio.sleep(0.3)
         ids = [each["id"] for each in now]

@@ -95,6 +95,12 @@ class Place:
             while taken not in {each["id"] for each in await self.snapshots(name, box) if each["archived"]}:
                 await asyncio.sleep(0.05)
 
+    async def counted(self, name: str, sandboxes: list[int]) -> None:
+        """Wait until a server knows that the servers have so many sandboxes."""
+        async with asyncio.timeout(60):
+            while sandboxes != [each["sandboxes"] for each in (await self.http[name].get("/v1/nodes")).json()["items"]]:
+                await asyncio.sleep(0.05)
+
     async def snapshots(self, name: str, box: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = (await self.http[name].get(f"{box}/snapshots")).json()["items"]
         return found
@@ -161,7 +167,9 @@ async def test_a_server_is_lost_with_its_disk(postgres: Postgres, carrel_forks: 
         assert (await place.resumed("b", "stopped"))["node"] == "b"
         assert await place.run("b", stopped, "cat file") == "all\n"
         answer = await place.http["b"].post(f"{busy}/commands", json={"command": "true"})
-        assert answer.status_code == 503 and answer.json()["code"] == "node_unreachable", answer.text
+        told = answer.status_code, answer.json()["code"]
+        soon = time.monotonic() - began < LEASE_S / 2  # on a machine that is very busy the lease may have ended by now
+        assert told == (503, "node_unreachable") or (not soon and told == (409, "not_running")), answer.text
         answer = await eventually(place.http["b"], "POST", f"{busy}/commands", json={"command": "true"})
         assert (answer.status_code, answer.json()["code"]) == (409, "not_running"), answer.text
         assert (await place.resumed("b", "busy"))["node"] == "b"
@@ -189,9 +197,7 @@ async def test_a_server_that_comes_back_late_still_has_the_newest_files(postgres
                 await asyncio.sleep(0.05)
         await place.start("a", CARREL_MAX_SANDBOXES="1")
         filler = await place.begun("a", "filler")
-        async with asyncio.timeout(60):
-            while [each["sandboxes"] for each in (await place.http["b"].get("/v1/nodes")).json()["items"]] != [1, 0]:
-                await asyncio.sleep(0.05)
+        await place.counted("b", [1, 0])
         # It has no room. The archive has older files, and another server has room: that is no reason to lose the newest.
         answer = await place.http["b"].post("/v1/sandboxes", json={"context_id": "late"})
         assert answer.status_code == 429, answer.text
@@ -201,6 +207,7 @@ async def test_a_server_that_comes_back_late_still_has_the_newest_files(postgres
         # A session that was stopped and archived may move when its server is full.
         assert (await place.http["b"].post(f"{box}/stop")).json()["state"] == "stopped"
         await place.begun("a", "filler")
+        await place.counted("b", [1, 0])
         assert (await place.resumed("b", "late"))["node"] == "b"
         assert await place.run("a", box, "cat file") == "newest\n"
 

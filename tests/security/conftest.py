@@ -338,9 +338,9 @@ class Attacker:
         self.network: str | None = None
         self.server = server
         self.host = host
-        self.own_kernel = setting in ("gvisor", "microvm")
+        self.own_kernel = setting in ("gvisor", "microvm", "kubernetes-gvisor")
         """Whether its processes can be seen only inside, and its budgets belong to a kernel of its own."""
-        self.from_bundle = setting == "root in Docker" or self.own_kernel
+        self.from_bundle = setting in ("root in Docker", "kubernetes") or self.own_kernel
         """Whether its supervisor is a program in its own root, with a control directory beside it."""
         self._opened: list[Sandbox] = []
         self._shared: list[Sandbox] = []

@@ -17,7 +17,8 @@ def victim(attacker):
     token = attacker.host.token
     box.files.write("secret", token)
     box.commands.run(
-        f"for d in /tmp /dev/shm /home/agent; do echo {token} > $d/secret; done; chmod 777 /tmp /dev/shm", check=True
+        f"for d in /tmp /dev/shm /home/agent; do echo {token} > $d/secret || exit 1; done; chmod 777 /tmp /dev/shm; true",
+        check=True,  # in a pod these belong to root, and are everybody's already
     )
     return box
 

@@ -135,10 +135,38 @@ NEEDED: dict[str, Capability] = {"test_folders": Capability.FOLDERS}
 _OWN_KERNEL = "what it reaches belongs to gVisor's kernel, which only this sandbox has"
 _NOT_SHOWN = "gVisor does not show these options of mounts; it enforces them"
 _NO_FILTER = "there is no filter inside; gVisor's kernel has one of its own on the host"
+_POLICIES = "a pod has an interface; network policies drop what leaves by it, which only `tests/cluster` can see"
+_PORT = "the port of the supervisor is found; it answers nobody but servers, by mutual TLS"
+_NO_SOCKET = (
+    "these tests give secrets over a socket of the host, which a pod has not; the conformance suite judges them"
+)
+_IN_PODS = {
+    "test_bound_sockets": _PORT,
+    "test_change_it": _NO_SOCKET,
+    "test_devices_in_sight": "the runtime adds `/dev/mqueue` and the file of the last words of a container",
+    "test_gone_with_the_sandbox": _NO_SOCKET,
+    "test_interfaces": _POLICIES,
+    "test_mount_propagation": "volumes follow the mounts of the node; nothing inside can mount, so nothing goes back",
+    "test_mounts_are_confined": "volumes of a pod have no `nosuid` and `nodev`; no agent gains anything by such files",
+    "test_of_another_sandbox": _NO_SOCKET,
+    "test_on_no_disk_of_the_host": _NO_SOCKET,
+    "test_only_in_its_file": _NO_SOCKET,
+    "test_open_ports": _PORT,
+    "test_raise_limits": "the number of processes of a pod is limited by the kubelet",
+    "test_release_agent": "the runtime shows cgroups, read-only",
+    "test_replaced_live": _NO_SOCKET,
+    "test_routes": _POLICIES,
+    "test_run_from_there": _NO_SOCKET,
+    "test_same_user_on_the_host": "all agents have one user id on a node, unless pods have users of their own",
+    "test_sys": "the runtime shows `/sys`, read-only",
+    "test_the_descriptor_that_writes": _NO_SOCKET,
+    "test_without_isolation_there_is_no_place": "it is about the process provider",
+    "test_world_by_tcp": _POLICIES,
+    "test_world_by_udp": _POLICIES,
+}
 NOT_JUDGED: dict[str, dict[str, str]] = {
     "namespace": {},
-    "kubernetes": {},
-    "kubernetes-gvisor": {},
+    "kubernetes": _IN_PODS,
     "docker": {
         "test_mounts_show_no_data_directory": "the list of mounts shows the path of the sandbox's own control directory",
         "test_same_user_on_the_host": "all agents have one user id on the host",
@@ -179,6 +207,7 @@ NOT_JUDGED: dict[str, dict[str, str]] = {
         "test_without_isolation_there_is_no_place": "it is about the process provider",
     },
 }
+NOT_JUDGED["kubernetes-gvisor"] = {**NOT_JUDGED["gvisor"], **_IN_PODS}
 """Attacks of `tests/security` that are not judged in a provider: they bring something, and it is no breach.
 `SECURITY.md` names what matters of them.
 """

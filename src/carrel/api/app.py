@@ -87,24 +87,22 @@ def create_app(
         return [(record.context_id, dict(record.labels)) for record in records if record.context_id is not None]
 
     access = SandboxAccess(plane.e2b_key, plane.tokens if authenticated else None)
-    return E2bFront(gate, access, plane.settings.e2b.domain, hosts, running)
+    return E2bFront(gate, access, plane.settings.ports, hosts, running)
 
 
 def _visits(plane: ControlPlane) -> PortVisits:
-    """Return what recognizes requests to ports: E2B's clients use the hosts of their own domain for them too."""
-    settings = plane.settings
-    domains = {} if settings.e2b.domain is None else {settings.e2b.domain.partition(":")[0]: "https"}
-    others = frozenset({"api", "sandbox"} if domains else ())
-    if settings.ports.domain_name is not None:
-        domains[settings.ports.domain_name] = settings.ports.scheme
-    return PortVisits(domains, others)
+    """Return what recognizes requests to ports. Two names below their domain are for E2B's clients."""
+    ports = plane.settings.ports
+    return PortVisits(
+        {} if ports.domain_name is None else {ports.domain_name: ports.scheme}, frozenset({"api", "sandbox"})
+    )
 
 
 _FIRST = (commands, sandboxes, attached, approvals, policies, secrets, host)
 _ALL = (
-    "commands", "jobs", "python", "sandboxes", "files", "stateless", "code_contexts", "mcp_servers", "terminals",
-    "attached", "approvals", "audit", "checkpoints", "contexts", "envs", "events", "filespaces", "host", "images",
-    "metrics", "policies", "pools", "ports", "secrets", "snapshots", "templates", "tokens", "tools",
+    "commands", "ports", "jobs", "python", "sandboxes", "files", "stateless", "code_contexts", "mcp_servers",
+    "terminals", "attached", "approvals", "audit", "checkpoints", "contexts", "envs", "events", "filespaces", "host",
+    "images", "metrics", "policies", "pools", "secrets", "snapshots", "templates", "tokens", "tools",
 )  # fmt: skip
 """The most frequent first: the framework tries the routes one after the other."""
 _importing = threading.Lock()

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from carrel.control.jobs.runner import _Looks
 from carrel.control.nodes import workers
 from carrel.control.nodes.workers import OtherWorkers, SharedChange, Worker, WorkerTable, server_of
 from carrel.errors import PlatformError
@@ -57,6 +58,22 @@ async def test_a_change_of_one_is_learnt_by_the_others_once() -> None:
     assert sorted(learnt) == ["0 SECRETS", "0 TOKENS"] and not first.changed and second.changed
     await second.follow()
     assert sorted(learnt)[2:] == ["1 SECRETS", "1 TOKENS"]
+
+
+def test_jobs_are_looked_at_when_a_worker_changed_some() -> None:
+    table = WorkerTable(3)
+    first, second = (Worker("s", index, 3, table, writer="a socket") for index in (0, 1))
+    assert Worker("s").job_changes() is None and Worker("s", 0, 3, table).job_changes() is None, "others may write"
+    looks = _Looks(second.job_changes)
+    assert looks.needed() and not looks.needed()
+    first.wrote(["sessions"])
+    assert not looks.needed()
+    for table_of_jobs in ("jobs", "approvals"):
+        first.wrote([table_of_jobs])
+        assert looks.needed() and not looks.needed()
+    looks.due_in(-1)
+    assert looks.needed(), "one starts now"
+    assert all(_Looks(Worker("s").job_changes).needed() for _ in range(2))
 
 
 async def test_a_change_that_cannot_be_learnt_is_tried_again() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
-from typing import cast
+from typing import Protocol, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -39,23 +39,36 @@ class E2bTarget:
     sandbox: str = ""
 
 
+class PortDomain(Protocol):
+    """The domain below which ports of sandboxes have hosts: E2B's ports are two of them."""
+
+    @property
+    def domain(self) -> str | None: ...
+
+    @property
+    def authority(self) -> str: ...
+
+    @property
+    def domain_name(self) -> str | None: ...
+
+
 class E2bFront:
-    """Wraps the gate. `domain` None: sandboxes have no hosts of their own. `running` returns the context and the labels
-    of each sandbox that runs here, for signed URLs that name no sandbox.
+    """Wraps the gate. Without a domain of ports, sandboxes have no hosts of their own. `running` returns the context
+    and the labels of each sandbox that runs here, for signed URLs that name no sandbox.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         access: SandboxAccess,
-        domain: str | None,
+        ports: PortDomain,
         hosts: frozenset[str] | None,
         running: Callable[[], list[tuple[str, dict[str, str]]]],
     ):
         self._app = app
         self._access = access
-        self._domain = None if domain is None else domain.lower()
-        self._name = None if domain is None else domain.lower().partition(":")[0]
+        self._domain = None if ports.domain is None else ports.authority
+        self._name = ports.domain_name
         self._hosts = hosts
         self._running = running
         self._watchers: Watchers = Cache(4096)

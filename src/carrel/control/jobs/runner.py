@@ -51,6 +51,8 @@ FLUSH_S = 0.5
 LOOK_S = 1.0
 SHARED_LOOK_S = 0.3
 """How often a server looks for jobs that others submitted, and for what nobody tells it."""
+REST_S = 5.0
+"""How often a worker looks at jobs that no worker of its server has changed: for times that come."""
 GATHER_S = 0.005
 """While many jobs run, so long others may end too before new ones are claimed."""
 AGAIN_S = 2.0
@@ -74,7 +76,7 @@ class _Run:
         self.task: asyncio.Task[None] | None = None
         self.stop: JobOutcome | None = None
         """How it ends because it is stopped."""
-        self.stopping = asyncio.Event()
+        self.stopping: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.fenced = False
         """Whether another server may have the job by now."""
         self.pieces: list[OutputPiece] = []
@@ -97,7 +99,8 @@ class _Run:
         """Stop it. The first reason holds."""
         if self.stop is None:
             self.stop = outcome
-            self.stopping.set()
+            if not self.stopping.done():
+                self.stopping.set_result(None)
 
     def take(self, stream: str, data: bytes, raw: int) -> None:
         """Keep a piece of output until it is written."""
@@ -117,6 +120,30 @@ class _Run:
         """Return the output that is not written yet; it is written now."""
         pieces, self.pieces, self.held = self.pieces, [], 0
         return pieces
+
+
+class _Looks:
+    """Which looks into the database are needed: none if the workers of this server, which alone write to it, changed
+    nothing since the last one.
+    """
+
+    def __init__(self, changes: Callable[[], int | None]):
+        self._changes = changes
+        self._seen: int | None = None
+        self._until = 0.0
+
+    def needed(self) -> bool:
+        """Whether to look now."""
+        now = self._changes()
+        if now is not None and now == self._seen and time.monotonic() < self._until:
+            return False
+        self._seen = now
+        self._until = time.monotonic() + REST_S
+        return True
+
+    def due_in(self, seconds: float) -> None:
+        """Look again after that time at the latest."""
+        self._until = min(self._until, time.monotonic() + seconds)
 
 
 class JobRunner:
@@ -146,11 +173,15 @@ class JobRunner:
         self._at_once = max(1, worker.share(settings.at_once))
         self._lease_s = lease_s
         self._runs: dict[str, _Run] = {}
+        self._more = True
+        """Whether jobs may be left in the queue that only wait for the end of another."""
         self._held = 0
         """Places of jobs that are being stored, and may start at once."""
         self._strays: Set[str] = set()
         """The jobs of this server that had no run when the leases were renewed last."""
         self._wake = asyncio.Event()
+        self._queue_looks = _Looks(worker.job_changes)
+        self._other_looks = _Looks(worker.job_changes)
         self._closing = False
         self._loops: list[asyncio.Task[None]] = []
 
@@ -265,12 +296,17 @@ class JobRunner:
                 await self._wake.wait()
             self._wake.clear()
         except TimeoutError:
+            if not self._queue_looks.needed():
+                return
             due = await self._store.next_start()
+            if due is not None:
+                self._queue_looks.due_in(due)
             if due is None or due > 0:
                 return
         if len(self._runs) > self._at_once // 2:
             await asyncio.sleep(GATHER_S)
         at_once, rate = self._settings.per_namespace, self._settings.starts_per_minute
+        self._more = True
         while (free := self._at_once - len(self._runs) - self._held) > 0:
             choose = partial(lifecycle.share, free=free, at_once=at_once, rate=rate)
             recent_s = None if rate is None else RECENT_S
@@ -280,6 +316,7 @@ class JobRunner:
             for record in found:
                 self._begin(record, self._fresh)
             if len(found) < free:
+                self._more = at_once is not None  # else the end of a job lets no other start
                 return
 
     def _claimed(self, record: JobRecord, now: float) -> JobStep:
@@ -289,6 +326,8 @@ class JobRunner:
 
     async def _look(self) -> None:
         """Find jobs that wait for something that has happened meanwhile."""
+        if not self._other_looks.needed():
+            return
         for job_id in await self._store.decided():
             if await self._change(job_id, lifecycle.decided) is not None:
                 self.wake()
@@ -357,7 +396,8 @@ class JobRunner:
         finally:
             run.work.close()
             self._runs.pop(run.record.id, None)
-            self._wake.set()
+            if self._more:
+                self._wake.set()
 
     async def _with_identity(self, run: _Run, go: Callable[[_Run], Any]) -> None:
         """Run a job with the identity of its submitter, for as long as the token is valid."""
@@ -425,13 +465,12 @@ class JobRunner:
     async def _unless_stopped(self, run: _Run, work: Any) -> None:
         """Wait for something that may take long, unless the job is stopped meanwhile."""
         doing = asyncio.ensure_future(work)
-        stopping = asyncio.ensure_future(run.stopping.wait())
         try:
-            await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({doing, run.stopping}, return_when=asyncio.FIRST_COMPLETED)
             if doing.done():
                 doing.result()
         finally:
-            await tasks.cancel([doing, stopping])
+            await tasks.cancel([doing])
 
     def _asked(self, needed: PersonNeeded) -> Decide:
         return partial(
@@ -496,14 +535,12 @@ class JobRunner:
             run.facts["starting_ms"] = (run.began - run.claimed) * 1000
         if work.box is not None:
             run.facts["session_id"] = work.box.record.id
-        reading = asyncio.ensure_future(self._read(run))
+        reading: asyncio.Future[Any] = asyncio.ensure_future(self._read(run))
         try:
             while not reading.done():
-                stopping = asyncio.ensure_future(run.stopping.wait())
                 await asyncio.wait(
-                    {reading, stopping}, timeout=self._next_look(run), return_when=asyncio.FIRST_COMPLETED
+                    {reading, run.stopping}, timeout=self._next_look(run), return_when=asyncio.FIRST_COMPLETED
                 )
-                stopping.cancel()
                 if reading.done():
                     break
                 if run.stop is None:

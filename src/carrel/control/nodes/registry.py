@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -119,8 +119,8 @@ class Nodes:
         self._revoked: frozenset[str] = frozenset()
         self.expelled = asyncio.Event()
         """Set when this server's own SPIFFE ID is revoked: it has to end."""
-        self.on_revoked: list[Callable[[frozenset[str]], None]] = []
-        """Called with the names of the revoked servers when they change."""
+        self._revocation = asyncio.Event()
+        """Set with the next change of the revoked servers, and replaced."""
         self._live = live
         self._providers = providers
         self.shared = shared
@@ -201,8 +201,8 @@ class Nodes:
     def _learn(self, revoked: frozenset[str]) -> None:
         if revoked != self._revoked:
             self._revoked = revoked
-            for notify in self.on_revoked:
-                notify(revoked)
+            self._revocation.set()
+            self._revocation = asyncio.Event()
         if self.worker.server in revoked and self._identity is not None and not self.expelled.is_set():
             log.error("the SPIFFE ID of this server, %s, was revoked: it ends", self._identity.id)
             self._identity.revoke()
@@ -211,6 +211,11 @@ class Nodes:
     @property
     def revoked(self) -> frozenset[str]:
         """The names of the servers whose SPIFFE ID is revoked."""
+        return self._revoked
+
+    async def next_revocation(self) -> frozenset[str]:
+        """Wait until the revoked servers change, and return their names."""
+        await self._revocation.wait()
         return self._revoked
 
     def accepts(self, peer: SpiffeId) -> bool:

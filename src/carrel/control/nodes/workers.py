@@ -53,6 +53,8 @@ TABLES: Mapping[str, SharedChange] = {
     "mcp_servers": SharedChange.MCP_SERVERS,
 }
 """The changes that a write to a table is announced as."""
+JOB_TABLES = frozenset({"jobs", "approvals"})
+"""The tables in which a worker finds what there is to do for jobs."""
 
 
 class _Field(IntEnum):
@@ -64,6 +66,7 @@ class _Field(IntEnum):
     SANDBOXES = 3
     ADOPTED = 4
     PLACES = 5
+    JOB_CHANGES = 6
 
 
 class WorkerTable:
@@ -135,6 +138,14 @@ class WorkerTable:
 
     def set_places(self, worker: int, count: int) -> None:
         self._set(_Field.PLACES, worker, count)
+
+    def job_changes(self) -> int:
+        """Return how often all workers together changed jobs, or what jobs wait for."""
+        return sum(self._get(_Field.JOB_CHANGES, each) for each in range(self.workers))
+
+    def count_job_change(self, worker: int) -> None:
+        """Count a change of a worker that is committed."""
+        self._set(_Field.JOB_CHANGES, worker, self._get(_Field.JOB_CHANGES, worker) + 1)
 
     def adopted(self) -> int:
         """Return how many running sandboxes of a former server the workers found."""
@@ -243,6 +254,10 @@ class Worker:
         if self.table is not None:
             self.table.set_places(self.index, count)
 
+    def job_changes(self) -> int | None:
+        """Return how often jobs, or what they wait for, were changed; None if only the database knows."""
+        return None if self.table is None or not self.writer else self.table.job_changes()
+
     def announce(self, what: SharedChange) -> None:
         """Tell the other workers of a change that is committed."""
         if self.table is not None:
@@ -252,6 +267,8 @@ class Worker:
         """Tell the other workers which tables a committed transaction changed."""
         for what in {TABLES[each] for each in tables if each in TABLES}:
             self.announce(what)
+        if self.table is not None and not JOB_TABLES.isdisjoint(tables):
+            self.table.count_job_change(self.index)
 
 
 def worker_name(server: str, index: int) -> str:

@@ -70,6 +70,7 @@ class Ports:
         self._tokens = tokens
         self._key = key
         self._open: dict[str, int] = {}
+        self._own_networks: dict[str, bool] = {}
         self._public: Cache[tuple[str, int], tuple[PublicPort | None]] = Cache(MOST_KNOWN, KNOWN_S)
 
     # for callers
@@ -77,7 +78,7 @@ class Ports:
     async def list(self, caller: Caller, name: str, *, port: int | None = None, wait_s: float = 0.0) -> PortList:
         """Return the open ports; with `port`, once that one is open or the time is over."""
         async with self._operations.enter(caller, name, op.LIST_PORTS, {}) as (box, _):
-            _require_own_network(box)
+            _require_own_network(box, self._own_networks)
             return await box.connection.list_ports(port, min(wait_s, MAX_PORT_WAIT_S))
 
     async def share(self, caller: Caller, name: str, request: ShareRequest) -> PortUrl:
@@ -194,7 +195,7 @@ class Ports:
             await self._start(caller, name)
         arguments: Mapping[str, object] = {"port": port, "protocol": protocol}
         async with self._operations.enter(caller, name, operation, arguments) as (box, traffic):
-            _require_own_network(box)
+            _require_own_network(box, self._own_networks)
             with self._counted(box):
                 stream = await box.connection.open_port(port)
                 try:
@@ -237,9 +238,13 @@ class _PortPlace:
             del self._open[self._instance]
 
 
-def _require_own_network(box: LiveSandbox) -> None:
-    """Refuse a sandbox whose loopback is the host's: its ports are those of other programs."""
-    if box.record.network is Network.HOST or Capability.NETWORK_NONE not in box.provider.capabilities():
+def _require_own_network(box: LiveSandbox, known: dict[str, bool]) -> None:
+    """Refuse a sandbox whose loopback is the host's: its ports are those of other programs. `known` says which
+    providers give sandboxes a network of their own; to ask one takes a while.
+    """
+    if (own := known.get(box.record.provider)) is None:
+        own = known[box.record.provider] = Capability.NETWORK_NONE in box.provider.capabilities()
+    if box.record.network is Network.HOST or not own:
         raise Unsupported(
             "this sandbox has the network of the host, so its ports are the host's",
             field="port",
