@@ -19,6 +19,8 @@ async def examined(ground, kubeconfig: str) -> dict[str, Check]:
 
 
 async def test_an_administrator_sees_the_whole_cluster(ground) -> None:
+    bound = ("wait", "--for=jsonpath={.status.phase}=Bound", "pvc/workspaces", "-n", ground.name, "--timeout=60s")
+    ground.cluster.kubectl(*bound)
     found = await examined(ground, os.environ["KUBECONFIG"])
     said = {name: (check.status, check.found) for name, check in found.items()}
     rights = said.pop("rights")
