@@ -39,6 +39,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "decide_approvals": {"ids": ["apr-x"], "decision": {"approve": True}},
     "explain_policy": {"command": "true"},
     "resize_pool": {"size": 1},
+    "share_port": {"port": 8000},
     "create_token": {"name": "ann", "kind": "person", "scopes": ["read"]},
 }
 """A good body for each operation that cannot do without one."""
@@ -47,7 +48,10 @@ OPEN = {"healthz", "readyz"}
 
 def request(method: str, path: str, operation: dict[str, Any], box: str = "absent") -> dict[str, Any]:
     """The arguments of a good request for an operation."""
-    sent: dict[str, Any] = {"method": method, "url": path.replace("{id}", box).replace("{cid}", "c1")}
+    sent: dict[str, Any] = {
+        "method": method,
+        "url": path.replace("{id}", box).replace("{cid}", "c1").replace("{port}", "8000"),
+    }
     for name in (
         "snapshot_id",
         "approval_id",

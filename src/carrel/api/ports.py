@@ -73,7 +73,7 @@ async def list_ports(request: Request) -> Response:
     return as_json(found)
 
 
-@router.operation(SHARE_PORT, "Make a URL of a port", PortUrl, 404, 409, 422, parses=ShareRequest)
+@router.operation(SHARE_PORT, "Make a URL of a port", PortUrl, 404, 409, 413, 422, parses=ShareRequest)
 async def share_port(request: Request) -> Response:
     """The URL expires, and is invalid when the token that made it is revoked. A `public` port needs no access, and
     stays public until it is closed. The server need not listen yet, and the sandbox may be stopped meanwhile.

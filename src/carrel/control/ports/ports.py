@@ -83,7 +83,7 @@ class Ports:
 
     async def share(self, caller: Caller, name: str, request: ShareRequest) -> PortUrl:
         """Make a URL of a port, which need not be open yet."""
-        record = await self._sessions.record(name)
+        record = await self._sessions.lasting(name)
         arguments: dict[str, object] = {"port": request.port} | request.model_dump(
             include={"expires_s", "public", "wake"}, exclude_defaults=True
         )
@@ -129,7 +129,7 @@ class Ports:
 
     async def close(self, caller: Caller, name: str, port: int) -> None:
         """Make a public port private again. URLs that expire stay valid: revoke the token that made them."""
-        record = await self._sessions.record(name)
+        record = await self._sessions.lasting(name)
         async with self._operations.admit(caller, op.CLOSE_PORT, {"port": port}, record.id, record.context_id):
             await self._store.remove(record.id, port)
             self._public.pop((record.id, port))

@@ -80,12 +80,14 @@ class Sessions:
         record = await self.record(name)
         if record.state in LIVE:  # also while it is being started here
             await self._refuse_elsewhere(record, f"sandbox '{name}'")
-        raise NotRunning(
-            f"sandbox '{name}' is {record.state}"
-            + (f": {LIFETIME_OVER}" if record.end_reason == LIFETIME_OVER else ""),
-            field="id",
-            hint="deploy_or_resume starts it again" if record.state is not State.TERMINATED else "make a new one",
-        )
+        raise _not_running(name, record)
+
+    async def lasting(self, name: str) -> SessionRecord:
+        """Return a session that runs or can run again; `NotRunning` if it is terminated."""
+        record = await self.record(name)
+        if record.state is State.TERMINATED:
+            raise _not_running(name, record)
+        return record
 
     async def get(self, name: str) -> SandboxInfo:
         """Return a session by its id or its context."""
@@ -483,3 +485,11 @@ class Sessions:
 def _survives(box: LiveSandbox) -> bool:
     """Whether a sandbox can be left to the next process: one of a durable workspace, whose provider finds it again."""
     return not box.record.ephemeral and Capability.SURVIVES_RESTART in box.provider.capabilities()
+
+
+def _not_running(name: str, record: SessionRecord) -> NotRunning:
+    return NotRunning(
+        f"sandbox '{name}' is {record.state}" + (f": {LIFETIME_OVER}" if record.end_reason == LIFETIME_OVER else ""),
+        field="id",
+        hint="deploy_or_resume starts it again" if record.state is not State.TERMINATED else "make a new one",
+    )
