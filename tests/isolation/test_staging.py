@@ -35,7 +35,7 @@ def staged_for(slot: int, place: Path, work: Callable[[], object], *, by: int) -
     """What `work` brings in a root that is built with the users of one slot, done by the file server's user of `by`."""
 
     def build_and_work() -> object:
-        users = linux.user_namespace(*(2 * [f"{AGENT} {ids.agent(slot, idmap=True)} 1\n"]))
+        users = linux.user_namespace(*(2 * [f"0 0 1\n{AGENT} {ids.agent(slot, idmap=True)} 1\n"]))
         order = StageOrder(
             root=str(place / "root"),
             layers=[str(place / "above"), str(place / "image")],

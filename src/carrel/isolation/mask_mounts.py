@@ -22,7 +22,7 @@ from itertools import islice
 from typing import TypeVar
 
 from carrel.errors import PlatformError
-from carrel.isolation import inside, linux, refusing_program, rootfs
+from carrel.isolation import inside, linux, refusing_program
 from carrel.isolation.folder_mounts import mount_point
 from carrel.isolation.masks import LONGEST_PATH, Masks, Part, in_memory, split, unpack
 from carrel.isolation.programs import ProgramCatalogue, Stamps, is_unchanged
@@ -539,5 +539,6 @@ def _step(directory: int, name: str, *, make: bool) -> int:
         if not make:
             raise
         os.mkdir(name, 0o755, dir_fd=directory)
-        os.chown(name, rootfs.SANDBOX_UID, rootfs.SANDBOX_UID, dir_fd=directory, follow_symlinks=False)
+        above = os.fstat(directory)  # the agent's, whatever number that has here
+        os.chown(name, above.st_uid, above.st_gid, dir_fd=directory, follow_symlinks=False)
         return os.open(name, flags, dir_fd=directory)

@@ -90,7 +90,7 @@ def _keep(order: MachineOrder) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     slot, lock = ids.HostIds().take()
     own, owner = ids.owner(slot), order.stage.owner
-    users = linux.user_namespace(*(2 * [f"{owner} {ids.agent(slot, idmap=True)} 1\n"]))
+    users = linux.user_namespace(*(2 * [f"0 0 1\n{owner} {ids.agent(slot, idmap=True)} 1\n"]))  # masks are made by root
     mapped = staging.stage(order.stage, users)
     os.close(users)
     _own_control(order, own)
