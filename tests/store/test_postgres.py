@@ -6,12 +6,14 @@ import asyncio
 import sys
 from pathlib import Path
 
+import asyncpg
 import pytest
 from sqlalchemy import text
 from tests.support.postgres import Postgres
 
 from carrel.errors import DatabaseUnavailable
 from carrel.store import Database, SessionStore
+from carrel.store.postgres import Postgres as PostgresPool
 
 
 @pytest.mark.parametrize("kind", ["postgresql"])
@@ -37,6 +39,28 @@ async def test_a_lost_machine_holds_no_locks_for_long(where: str, kind: str) -> 
     query = text("SELECT current_setting('idle_in_transaction_session_timeout')")
     assert await database.read(lambda connection: connection.execute(query).scalar_one()) == "15s"
     await database.close()
+
+
+async def test_a_connection_that_is_given_up_while_it_is_made_is_closed(
+    postgres: Postgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[asyncpg.Connection] = []
+
+    async def hangs(connection: asyncpg.Connection, *_: object) -> None:
+        made.append(connection)
+        await asyncio.Event().wait()
+
+    server = PostgresPool(postgres.url())
+    monkeypatch.setattr(asyncpg.Connection, "execute", hangs)
+    reading = asyncio.create_task(server.read(lambda connection: connection.execute(text("SELECT 1")).scalar_one()))
+    async with asyncio.timeout(10):
+        while not made:
+            await asyncio.sleep(0.001)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    assert made[0].is_closed()
+    await server.close()
 
 
 async def test_a_server_that_is_not_there_is_told_of(tmp_path: Path) -> None:

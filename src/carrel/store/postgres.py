@@ -45,7 +45,11 @@ class Postgres:
         async def connect() -> object:
             # The driver parses the URL itself, so every libpq parameter it supports (sslmode, host, ...) works.
             connection = await asyncpg.connect(url, timeout=_CONNECT_S, command_timeout=_STATEMENT_S)
-            await connection.execute(_LOST)
+            try:
+                await connection.execute(_LOST)
+            except BaseException:
+                connection.terminate()
+                raise
             return connection
 
         self._engine: AsyncEngine = create_async_engine(
