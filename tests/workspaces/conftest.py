@@ -7,13 +7,21 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import obstore
 import pytest
+from obstore.store import MemoryStore
 from tests.support.archives import Node, Nodes
 from tests.support.s3 import S3Server
 
 from carrel.workspaces.volumes import BtrfsDriver, DirectoryDriver, VolumeDriver
 
 Drivers = Callable[[str], VolumeDriver]
+
+
+@pytest.fixture(scope="session")
+def s3_client() -> None:
+    """Start what the S3 client keeps for the rest of a process."""
+    obstore.put(MemoryStore(), "x", b"")
 
 
 @pytest.fixture(params=["directory", "s3"])

@@ -115,6 +115,7 @@ def test_a_server_that_is_down_and_comes_back(s3: S3Server, monkeypatch: pytest.
     assert remote.get("a") == b"before"
 
 
+@pytest.mark.usefixtures("s3_client")
 def test_a_server_that_hangs_up_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
