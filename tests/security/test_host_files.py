@@ -201,7 +201,9 @@ def test_homes_of_the_host(attacker):
         import os
 
         found = [f"/root/{name}" for name in os.listdir("/root")]
-        found += [f"/home/{name}" for name in os.listdir("/home") if name != "agent"]
+        found += [f"/home/{name}" for name in os.listdir("/home") if name not in ("agent", "user")]
+        if os.path.realpath("/home/user") not in ("/home/user", "/workspace"):
+            found.append("/home/user")
         return found or None
 
     attacker.attempt(attack)
