@@ -53,7 +53,7 @@ SHARED_LOOK_S = 0.3
 """How often a server looks for jobs that others submitted, and for what nobody tells it."""
 REST_S = 5.0
 """How often a worker looks at jobs that no worker of its server has changed: for times that come."""
-GATHER_S = 0.005
+GATHER_S = 0.02
 """While many jobs run, so long others may end too before new ones are claimed."""
 AGAIN_S = 2.0
 """The pause of a job that could not start for want of room, or because its sandbox was just ending."""
