@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cluster.load import under_load, until
+from tests.cluster.load import DEADLINE_S, under_load, until
 
 from carrel.client import AsyncClient
 from carrel.errors import CarrelError
@@ -82,7 +82,7 @@ async def test_without_the_api_server_sandboxes_work_on(carrel, installation) ->
         try:
             count, said = load.appended["no-api"], len(load.said)
             with pytest.raises(CarrelError) as refusal:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(DEADLINE_S):  # more than one request has to time out
                     await carrel.sandbox("new-without-api", trust="low")
             assert "Kubernetes API" in refusal.value.detail
             await load.goes_on("sandboxes do not work without the API server")
