@@ -347,7 +347,7 @@ class _Busy:
         self.at = time.monotonic()
 
     async def idle(self) -> None:
-        """Wait until nothing was carried for long."""
+        """Raise `InvalidRequest` once nothing has been carried for `SOCKET_IDLE_S`."""
         left = SOCKET_IDLE_S
         while left > 0:
             await asyncio.sleep(left)

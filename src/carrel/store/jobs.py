@@ -122,7 +122,7 @@ Decide = Callable[[JobRecord, float], JobStep | None]
 
 
 Start = Callable[[JobRecord, float], JobStep]
-"""Lets a job start that was queued just now."""
+"""Returns the step by which a job that was queued just now starts at once."""
 
 
 class HeldJob(NamedTuple):

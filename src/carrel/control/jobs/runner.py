@@ -52,7 +52,7 @@ LOOK_S = 1.0
 SHARED_LOOK_S = 0.3
 """How often a server looks for jobs that others submitted, and for what nobody tells it."""
 REST_S = 5.0
-"""How often a worker looks at jobs that no worker of its server has changed: for times that come."""
+"""How often a worker looks for jobs whose time has come, when no worker of its server has changed any job."""
 GATHER_S = 0.02
 """While many jobs run, so long others may end too before new ones are claimed."""
 AGAIN_S = 2.0

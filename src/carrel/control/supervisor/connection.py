@@ -267,13 +267,7 @@ class SupervisorConnection:
             size = b"" if method == "GET" else b"content-length: %d\r\n" % len(body)
             wire.transport.write(_HEADS[method] + path.encode("ascii") + _host() + size + b"\r\n" + body)
             await wire.head(deadline)
-            if not 200 <= wire.status < 300:
-                problem = bytearray()
-                async for chunk in wire.body(deadline):
-                    problem += chunk
-                    if len(problem) > MAX_PROBLEM:
-                        break
-                raise problem_from(wire.status, bytes(problem[:MAX_PROBLEM]))
+            await _require_success(wire, deadline)
         except BaseException:
             wire.release()
             raise
@@ -287,13 +281,7 @@ class SupervisorConnection:
             assert wire.transport is not None
             wire.transport.write(b"POST %s%stransfer-encoding: chunked\r\n\r\n" % (path.encode("ascii"), _host()))
             await wire.head(deadline)
-            if not 200 <= wire.status < 300:
-                problem = bytearray()
-                async for chunk in wire.body(deadline):
-                    problem += chunk
-                    if len(problem) > MAX_PROBLEM:
-                        break
-                raise problem_from(wire.status, bytes(problem[:MAX_PROBLEM]))
+            await _require_success(wire, deadline)
         except BaseException:
             wire.closed = True
             wire.release()
@@ -352,6 +340,18 @@ class SupervisorConnection:
         for wire in list(self._open):
             wire.fail(_lost("has ended"))
         self._open.clear()
+
+
+async def _require_success(wire: HttpWire, deadline: float) -> None:
+    """Raise the problem that an answer tells of, unless it succeeded. No more than the largest problem is read."""
+    if 200 <= wire.status < 300:
+        return
+    problem = bytearray()
+    async for chunk in wire.body(deadline):
+        problem += chunk
+        if len(problem) > MAX_PROBLEM:
+            break
+    raise problem_from(wire.status, bytes(problem[:MAX_PROBLEM]))
 
 
 class _Ended:
